@@ -1,0 +1,58 @@
+"""From settings to a running engine: loads the target, sizes the pool, makes the drafter and the verify policy."""
+
+from __future__ import annotations
+
+import torch
+
+from exactspec.backend.select import select_backend
+from exactspec.draft.factory import make_drafter
+from exactspec.draft.simulate import SimulatedAcceptance
+from exactspec.engine.config import EngineConfig
+from exactspec.engine.engine import Engine
+from exactspec.engine.verify_policy import VerifyPolicy
+from exactspec.errors import ConfigError
+from exactspec.model.loader import load_target
+from exactspec.model.target import TargetModel
+
+KV_MEMORY_SHARE = 0.3  # of free memory, when kv_tokens is not given
+MOST_DEFAULT_KV_TOKENS = 131072
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Raises ConfigError, CheckpointError or DeviceError when the parts do not fit; nothing is substituted silently."""
+    backend = select_backend(config.device, config.dtype, config.numerics)
+    loaded = load_target(config.model, dtype=config.dtype, context_length=config.context_length, device=backend.device)
+    target = TargetModel(backend, loaded)
+    kv_tokens = config.kv_tokens or default_kv_tokens(target)
+    num_pages = -(-kv_tokens // config.page_size)
+    drafter = make_drafter(
+        config.draft, target, num_slots=num_pages * config.page_size, gamma=config.gamma, backend=backend
+    )
+    if num_pages * config.page_size < drafter.gamma + 2:
+        raise ConfigError(f"kv_tokens: {kv_tokens} cannot hold one block of {drafter.gamma + 1} rows")
+    simulated = None
+    if config.simulate_accept_length is not None:
+        simulated = SimulatedAcceptance(config.simulate_accept_length, drafter.gamma, config.seed)
+    return Engine(config, target, drafter, num_pages, VerifyPolicy(config.acceptance, simulated))
+
+
+def default_kv_tokens(target: TargetModel) -> int:
+    """A share of the free memory, at least one full context, at most MOST_DEFAULT_KV_TOKENS."""
+    spec, itemsize = target.spec, target.dtype.itemsize
+    bytes_per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
+    affordable = int(_free_memory(target.backend.device) * KV_MEMORY_SHARE) // bytes_per_token
+    return max(min(affordable, MOST_DEFAULT_KV_TOKENS), min(target.config.context_length, 4096) + 64)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Free bytes on the device; for the CPU, what the kernel says can be used without swapping."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: fall through to a modest figure
+    return 4 << 30

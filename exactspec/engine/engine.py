@@ -1,0 +1,234 @@
+"""The engine: add, abort, step. A step is schedule -> round -> commit -> output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from exactspec.cache.manager import CacheManager
+from exactspec.draft.base import Drafter
+from exactspec.engine.admission import Limits, check_request, max_total_tokens
+from exactspec.engine.batch import Block
+from exactspec.engine.config import EngineConfig
+from exactspec.engine.metrics import EngineMetrics, EngineStats
+from exactspec.engine.output import append_until_stop, stop_token_ids
+from exactspec.engine.round import RoundResult, RoundRunner
+from exactspec.engine.scoring import Scorer
+from exactspec.engine.verify_policy import VerifyPolicy
+from exactspec.errors import RequestError
+from exactspec.grammar import GrammarCompiler, needs_grammar
+from exactspec.model.target import TargetModel
+from exactspec.sampling.adjust import OutputHistory
+from exactspec.sampling.sampler import Sampler, sampling_support
+from exactspec.scheduler.scheduler import Scheduler
+from exactspec.text.stops import StopChecker
+from exactspec.types import FinishReason, Request, RunningRequest, StepOutput, TokenSource
+from exactspec.verify.accept import AcceptResult
+
+
+@dataclass(slots=True)
+class _Emission:
+    """What one request emits in this step."""
+
+    number: int  # index among the sampled blocks
+    request: RunningRequest
+    count: int
+    finish: FinishReason | None
+
+
+class Engine:
+    """Owns the target, the drafter, the K/V pool and every request between `add` and its last output.
+
+    Not thread-safe: one thread calls it. A failing `add` leaves it unchanged; requests never disturb each other (contract C1).
+    """
+
+    def __init__(
+        self, config: EngineConfig, target: TargetModel, drafter: Drafter, num_pages: int, policy: VerifyPolicy
+    ) -> None:
+        self.config = config
+        self.target = target
+        self.drafter = drafter
+        tokenizer, vocab_size = target.tokenizer, target.config.vocab_size
+        self.valid_vocab = min(tokenizer.vocab_size, vocab_size)
+        self.eos_ids = frozenset(target.eos_ids)
+        self.pool = target.make_pool(num_pages * config.page_size)
+        self.cache = CacheManager(num_pages, config.page_size, config.prefix_cache)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_running_requests=config.max_running_requests,
+            prefill_chunk=config.prefill_chunk,
+            max_waiting=config.max_waiting_requests,
+            gamma_rows=1 + drafter.gamma,
+        )
+        self.sampler = Sampler(target.backend, vocab_size, self.valid_vocab, self.eos_ids)
+        self.runner = RoundRunner(target, drafter, self.sampler, policy, self.pool, config.page_size)
+        self.scorer = Scorer(target, self.valid_vocab)
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_ids)
+        self.limits = Limits(
+            vocab_size=vocab_size,
+            context_length=target.config.context_length,
+            pool_tokens=num_pages * config.page_size,
+            block_rows=1 + drafter.gamma,
+            hidden_states=config.hidden_states,
+        )
+        self.metrics = EngineMetrics()
+        self._ended: list[StepOutput] = []  # aborted between steps, reported by the next one
+
+    # ---- requests in and out -------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError if the request cannot be served exactly; changes nothing. Grammars are checked on `add`."""
+        check_request(request, self.limits)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError (refused) or QueueFullError (try later)."""
+        self.check(request)
+        running = RunningRequest(request, list(request.prompt_ids), max_tokens=max_total_tokens(request, self.limits))
+        params = request.params
+        if params.stop or params.stop_regex:
+            running.stop_checker = StopChecker(self.target.tokenizer, params)
+        if params.has_penalties:
+            running.history = OutputHistory()
+        if needs_grammar(params):
+            running.grammar = self.grammars.owner(params)
+        if self.scheduler.find(request.request_id) is not None:
+            raise RequestError("request_id", f"{request.request_id!r} is in use by an unfinished request")
+        self.scheduler.add(running)
+
+    def abort(self, request_id: str, message: str = "Aborted") -> bool:
+        """Ends a request now; its last output comes with the next step. False if there is none of that id."""
+        request = self.scheduler.abort(request_id)
+        if request is None:
+            return False
+        self.drafter.forget(request)
+        self._ended.append(self._output(request, FinishReason("abort", message=message)))
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._ended) or not self.scheduler.idle
+
+    def flush_cache(self) -> bool:
+        """Empties the prefix cache and the running averages; False, changing nothing, while requests are unfinished."""
+        if not self.scheduler.idle or not self.cache.flush():
+            return False
+        self.metrics.reset_averages()
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises if a page is lost or owned twice (contract C7)."""
+        self.cache.check_integrity(self.scheduler.requests())
+
+    def stats(self) -> EngineStats:
+        return self.metrics.snapshot(self.scheduler, self.cache)
+
+    # ---- the step ------------------------------------------------------------------------------------
+
+    def step(self) -> list[StepOutput]:
+        """Runs one step over all requests; returns what it adds to each, ends included."""
+        outputs, self._ended = self._ended, []
+        plan = self.scheduler.schedule()
+        if not plan.decodes and not plan.prefills:
+            return outputs
+        result = self.runner.run(plan)
+        for block in result.blocks:
+            if block.is_prefill:
+                self._commit_prefill(block, result)
+        return outputs + self._commit_draws(result) + self._finish_unsampled(result)
+
+    def _commit_prefill(self, block: Block, result: RoundResult) -> None:
+        """Notes a prefill chunk as written and scores its prompt rows; draws are committed after."""
+        request = block.request
+        self.scorer.score_prompt(block, result.hidden)
+        if request.request.return_hidden_states and request.num_output == 0:
+            # after a retraction the chunks come again: what was kept from this position on is replaced
+            kept = [chunk for chunk in request.prompt_hidden or [] if chunk[0] < block.start]
+            rows = result.hidden[block.first_row : block.first_row + block.num_rows].clone()
+            request.prompt_hidden = [*kept, (block.start, rows)]
+        request.kv_len = block.start + block.num_rows
+        self.scheduler.prefilled(request)
+
+    def _commit_draws(self, result: RoundResult) -> list[StepOutput]:
+        emissions = [
+            self._emit(number, block, accept)
+            for number, (block, accept) in enumerate(zip(result.sampled_blocks, result.accepted, strict=True))
+        ]
+        logprobs = self.scorer.score_outputs(result, [max(emission.count, 1) for emission in emissions])
+        outputs = []
+        for emission in emissions:
+            outputs.append(self._describe(emission, result, logprobs[emission.number]))
+            if emission.finish is not None:
+                self._finish(emission.request)
+        self.metrics.note_step(result, outputs)
+        return outputs
+
+    def _emit(self, number: int, block: Block, accept: AcceptResult) -> _Emission:
+        """Commits what a block's draws mean for its request: tokens, lengths, counts."""
+        request = block.request
+        if request.max_tokens == request.prompt_len:  # scoring: the draw is reported, never emitted
+            return _Emission(number, request, 0, FinishReason("length"))
+        is_round = not block.is_prefill
+        before = len(request.token_ids)
+        count, finish = append_until_stop(request, accept.tokens, stop_token_ids(request, self.eos_ids))
+        if request.history is not None:
+            request.history.advance(request.token_ids[before:])
+        if is_round:
+            request.kv_len = min(block.start + 1 + accept.num_accepted, len(request.token_ids) - 1)
+            request.stats.rounds += 1
+            request.stats.num_drafted += block.num_drafted
+            request.stats.num_verified += len(block.drafts)
+            request.stats.num_accepted += accept.num_accepted
+            request.stats.num_committed += len(accept.tokens)
+            request.stats.accepted_per_round.append(accept.num_accepted)
+            request.stats.verified_per_round.append(len(block.drafts))
+        return _Emission(number, request, count, finish)
+
+    def _describe(self, emission: _Emission, result: RoundResult, logprobs: list | None) -> StepOutput:
+        request, number, count = emission.request, emission.number, emission.count
+        output = self._output(request, emission.finish)
+        output.token_ids = request.token_ids[len(request.token_ids) - count :] if count else []
+        output.sources = list(result.accepted[number].sources[:count])
+        if logprobs is not None:
+            output.logprobs = logprobs[:count]
+            if count == 0:
+                output.next_token = logprobs[0]
+        first_row = result.sampled_blocks[number].sampled_rows.start
+        if request.request.return_hidden_states:
+            output.hidden_states = [result.hidden[first_row + i].clone() for i in range(count)]
+        if request.request.sampling_mask is not None and result.sampled is not None:
+            first = result.first_logit_row[number]
+            output.sampling_mask = sampling_support(result.sampled, list(range(first, first + count)))
+        return output
+
+    def _finish_unsampled(self, result: RoundResult) -> list[StepOutput]:
+        """Scoring requests that did not even ask for the next token end when their prefill does."""
+        outputs = []
+        for block in result.blocks:
+            request = block.request
+            done = request.kv_len == request.prompt_len == request.max_tokens
+            if done and not block.num_sampled:
+                outputs.append(self._output(request, FinishReason("length")))
+                self._finish(request)
+        return outputs
+
+    def _output(self, request: RunningRequest, finish: FinishReason | None) -> StepOutput:
+        """An output with no tokens yet; hands over what the prefill found, once."""
+        prefilled = not request.is_prefilling
+        output = StepOutput(
+            request_id=request.request.request_id,
+            token_ids=[],
+            logprobs=[] if request.params.logprobs is not None else None,
+            sources=list[TokenSource](),
+            finish=finish,
+            stats=request.stats,
+        )
+        if prefilled and request.prompt_logprobs is not None:
+            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        if prefilled and request.prompt_hidden:
+            output.prompt_hidden = torch.cat([rows for _, rows in request.prompt_hidden])
+            request.prompt_hidden = None
+        return output
+
+    def _finish(self, request: RunningRequest) -> None:
+        self.scheduler.finish(request)
+        self.drafter.forget(request)

@@ -1,0 +1,44 @@
+"""Where an answer ends: committed tokens are cut here, once, for tokens, logprobs, counts and text alike (contract C3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from exactspec.types import FinishReason, RunningRequest
+
+
+def stop_token_ids(request: RunningRequest, eos_ids: frozenset[int]) -> frozenset[int]:
+    """Tokens that end this request; ignore_eos switches off EOS and the request's own stop ids alike."""
+    params = request.params
+    return frozenset() if params.ignore_eos else eos_ids | frozenset(params.stop_token_ids or ())
+
+
+def append_until_stop(
+    request: RunningRequest, committed: Sequence[int], stop_ids: frozenset[int]
+) -> tuple[int, FinishReason | None]:
+    """Appends committed tokens one by one to the request, as plain decoding would, up to the first end.
+
+    Returns how many were emitted and why the request ended, if it did. At one token the order is: stop string
+    or regex, stop token, length, grammar; so a stop at the very last allowed token is a stop, and one beyond it is never reached.
+    """
+    for count, token_id in enumerate(committed, start=1):
+        request.token_ids.append(token_id)
+        finish = _end_at(request, token_id, stop_ids)
+        if finish is not None:
+            return count, finish
+    return len(committed), None
+
+
+def _end_at(request: RunningRequest, token_id: int, stop_ids: frozenset[int]) -> FinishReason | None:
+    if request.grammar is not None:
+        request.grammar.advance([token_id])
+    matched = request.stop_checker.append(token_id) if request.stop_checker is not None else None
+    if matched is not None:
+        return FinishReason("stop", matched=matched)
+    if token_id in stop_ids:
+        return FinishReason("stop", matched=token_id)
+    if len(request.token_ids) >= request.max_tokens:
+        return FinishReason("length")
+    if request.grammar is not None and request.grammar.terminated:
+        return FinishReason("stop", matched=token_id)
+    return None

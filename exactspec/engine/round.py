@@ -1,0 +1,124 @@
+"""One round over a step's plan: draft -> choose verify lengths -> forward -> draw -> accept. Holds no request state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exactspec.backend.base import KVPool
+from exactspec.draft.base import DraftBatch, Drafter
+from exactspec.engine.batch import Block, build_batch, page_rows
+from exactspec.engine.verify_policy import VerifyPolicy
+from exactspec.model.target import TargetModel
+from exactspec.sampling.adjust import make_draft_adjust
+from exactspec.sampling.rows import RowGroup
+from exactspec.sampling.sampler import Sampler, SampleResult
+from exactspec.scheduler.scheduler import StepPlan
+from exactspec.types import ForwardBatch, Proposal, RunningRequest
+from exactspec.verify.accept import AcceptResult
+
+
+@dataclass(slots=True)
+class RoundResult:
+    """What a round found out. `accepted[i]` belongs to `sampled_blocks[i]`, whose first logit row is `first_logit_row[i]`."""
+
+    blocks: list[Block]
+    hidden: Tensor  # [T, H] after the final norm
+    logits: Tensor | None  # [N, V] float32, raw
+    sampled: SampleResult | None
+    sampled_blocks: list[Block]
+    first_logit_row: list[int]
+    accepted: list[AcceptResult]
+
+
+class RoundRunner:
+    """Runs rounds with one target, one drafter, one sampler and one verify policy."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        sampler: Sampler,
+        policy: VerifyPolicy,
+        pool: KVPool,
+        page_size: int,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.sampler = sampler
+        self.policy = policy
+        self.pool = pool
+        self.page_size = page_size
+        self.device = target.backend.device
+
+    def run(self, plan: StepPlan) -> RoundResult:
+        proposal = self._propose(plan.decodes)
+        blocks = self._build_blocks(plan, proposal)
+        batch = build_batch(blocks, self.page_size, self.device)
+        hidden, captured = self.target.forward(batch, self.pool, self.drafter.capture_layers)
+        self.drafter.observe(batch, captured)
+        return self._draw(blocks, batch, hidden, proposal)
+
+    def _propose(self, decodes: Sequence[RunningRequest]) -> Proposal | None:
+        if not decodes or self.drafter.gamma == 0:
+            return None
+        anchors = [request.token_ids[-1] for request in decodes]
+        positions = [request.kv_len for request in decodes]
+        batch = DraftBatch(
+            requests=decodes,
+            anchor_ids=torch.tensor(anchors, dtype=torch.int64, device=self.device),
+            anchor_positions=torch.tensor(positions, dtype=torch.int32, device=self.device),
+            page_table=torch.from_numpy(page_rows(decodes)).to(self.device),
+            page_size=self.page_size,
+            max_kv_len=max(positions),
+            want_probs=self.policy.needs_draft_probs,
+            adjust=make_draft_adjust(decodes, self.sampler),
+        )
+        return self.drafter.propose(batch)
+
+    def _build_blocks(self, plan: StepPlan, proposal: Proposal | None) -> list[Block]:
+        """Decodes first, in the order of the plan, so that block i is row i of the proposal."""
+        lengths = self.policy.verify_lens(plan, proposal)
+        drafts = proposal.token_ids.tolist() if proposal is not None else []
+        blocks = []
+        for number, request in enumerate(plan.decodes):
+            verified = drafts[number][: lengths[number]] if drafts else []
+            rows = [request.token_ids[-1], *verified]
+            proposed = proposal.lengths[number] if proposal is not None else 0
+            blocks.append(Block(request, request.kv_len, rows, len(rows), drafts=verified, num_drafted=proposed))
+        for chunk in plan.prefills:
+            request = chunk.request
+            rows = request.token_ids[chunk.start : chunk.end]
+            draws = int(chunk.end == request.prompt_len and request.num_output == 0 and wants_draw(request))
+            blocks.append(Block(request, chunk.start, rows, draws, is_prefill=True))
+        return blocks
+
+    def _draw(self, blocks: list[Block], batch: ForwardBatch, hidden: Tensor, proposal: Proposal | None) -> RoundResult:
+        drawn = [block for block in blocks if block.num_sampled]
+        if not drawn:
+            return RoundResult(blocks, hidden, None, None, [], [], [])
+        logits = self.target.logits(hidden[batch.logit_rows])
+        groups = [
+            RowGroup(
+                request=block.request,
+                first_position=block.request.num_output,
+                draft_tokens=block.drafts,
+                grammar_masks=block.request.grammar.masks(block.drafts) if block.request.grammar is not None else None,
+            )
+            for block in drawn
+        ]
+        sampled = self.sampler.sample(logits, groups)
+        accepted = self.policy.accept(sampled, groups, proposal)
+        starts, row = [], 0
+        for block in drawn:
+            starts.append(row)
+            row += block.num_sampled
+        return RoundResult(blocks, hidden, logits, sampled, drawn, starts, accepted)
+
+
+def wants_draw(request: RunningRequest) -> bool:
+    """Scoring requests (no output asked) draw a token only to report it."""
+    return request.max_tokens > request.prompt_len or request.params.logprobs is not None
