@@ -1,0 +1,50 @@
+"""A list of requests in the order of service: priority falling, then arrival."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from exactspec.types import RunningRequest
+
+
+def service_order(request: RunningRequest) -> tuple[int, int]:
+    """Sort key; unique, as arrivals are."""
+    return (-request.request.priority, request.arrival)
+
+
+class ServiceQueue:
+    """Always sorted by `service_order`."""
+
+    def __init__(self) -> None:
+        self._items: list[RunningRequest] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[RunningRequest]:
+        return iter(self._items)
+
+    def __contains__(self, request: RunningRequest) -> bool:
+        index = self._index(request)
+        return index < len(self._items) and self._items[index] is request
+
+    @property
+    def first(self) -> RunningRequest:
+        return self._items[0]
+
+    @property
+    def last(self) -> RunningRequest:
+        return self._items[-1]
+
+    def add(self, request: RunningRequest) -> None:
+        insort(self._items, request, key=service_order)
+
+    def remove(self, request: RunningRequest) -> None:
+        """Raises KeyError if it is not here."""
+        if request not in self:
+            raise KeyError(request.request.request_id)
+        del self._items[self._index(request)]
+
+    def _index(self, request: RunningRequest) -> int:
+        return bisect_left(self._items, service_order(request), key=service_order)
