@@ -86,4 +86,4 @@ def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
             )
     for token_id in params.logit_bias or {}:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise RequestError("logit_bias", f"token id {token_id!r} is outside the vocabulary (0..{vocab_size - 1})")
+            raise RequestError("logit_bias", f"token id {token_id!r} is outside 0..{vocab_size - 1}")

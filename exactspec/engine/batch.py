@@ -15,7 +15,8 @@ from exactspec.types import ForwardBatch, RunningRequest
 class Block:
     """The rows of one request in a step: a prefill chunk, or an anchor followed by the drafts to verify.
 
-    Rows stand at positions start .. start + len(token_ids) - 1. The last `num_sampled` rows are sampled: none (chunk that ends
+    Rows stand at positions start .. start + len(token_ids) - 1. The last `num_sampled` rows are sampled: none
+    (chunk that ends
     inside the prompt), one (last chunk of a prompt), or all (anchor and drafts).
     """
 

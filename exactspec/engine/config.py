@@ -12,9 +12,12 @@ from exactspec.errors import ConfigError
 class EngineConfig:
     """Everything an engine is built from.
 
-    `kv_tokens` is the size of the K/V pool in tokens (None: from free memory, see `default_kv_tokens`). `gamma` caps the draft
-    tokens of a round (None: what the draft was trained for). `verify="confidence"` lets the measured step cost and the draft's
-    confidence decide how many drafts are verified; it never changes a token. `simulate_accept_length` is for benchmarks: rounds accept as
+    `kv_tokens` is the size of the K/V pool in tokens (None: from free memory, see `default_kv_tokens`). `gamma`
+    caps the draft
+    tokens of a round (None: what the draft was trained for). `verify="confidence"` lets the measured step cost and
+    the draft's
+    confidence decide how many drafts are verified; it never changes a token. `simulate_accept_length` is for
+    benchmarks: rounds accept as
     if the draft had this mean (bonus included); the tokens are then meaningless.
     """
 

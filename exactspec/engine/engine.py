@@ -22,7 +22,7 @@ from exactspec.model.target import TargetModel
 from exactspec.sampling.adjust import OutputHistory
 from exactspec.sampling.sampler import Sampler, sampling_support
 from exactspec.scheduler.scheduler import Scheduler
-from exactspec.text.stops import StopChecker
+from exactspec.text.stops import StopChecker, check_stops
 from exactspec.types import FinishReason, Request, RunningRequest, StepOutput, TokenSource
 from exactspec.verify.accept import AcceptResult
 
@@ -40,7 +40,8 @@ class _Emission:
 class Engine:
     """Owns the target, the drafter, the K/V pool and every request between `add` and its last output.
 
-    Not thread-safe: one thread calls it. A failing `add` leaves it unchanged; requests never disturb each other (contract C1).
+    Not thread-safe: one thread calls it. A failing `add` leaves it unchanged; requests never disturb each other
+    (contract C1).
     """
 
     def __init__(
@@ -78,8 +79,11 @@ class Engine:
     # ---- requests in and out -------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raises RequestError if the request cannot be served exactly; changes nothing. Grammars are checked on `add`."""
+        """Raises RequestError if the request cannot be served exactly; changes nothing. Grammars are checked on
+        `add`.
+        """
         check_request(request, self.limits)
+        check_stops(request.params)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError (refused) or QueueFullError (try later)."""
@@ -117,7 +121,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises if a page is lost or owned twice (contract C7)."""
-        self.cache.check_integrity(self.scheduler.requests())
+        self.scheduler.check_integrity()
 
     def stats(self) -> EngineStats:
         return self.metrics.snapshot(self.scheduler, self.cache)
@@ -128,8 +132,11 @@ class Engine:
         """Runs one step over all requests; returns what it adds to each, ends included."""
         outputs, self._ended = self._ended, []
         plan = self.scheduler.schedule()
-        if not plan.decodes and not plan.prefills:
+        if plan.empty:
             return outputs
+        for chunk in plan.prefills:
+            if chunk.is_first and chunk.request.num_output == 0:  # a prefill that a retraction cut short starts over
+                chunk.request.prompt_logprobs = chunk.request.prompt_hidden = None
         result = self.runner.run(plan)
         for block in result.blocks:
             if block.is_prefill:
@@ -141,10 +148,8 @@ class Engine:
         request = block.request
         self.scorer.score_prompt(block, result.hidden)
         if request.request.return_hidden_states and request.num_output == 0:
-            # after a retraction the chunks come again: what was kept from this position on is replaced
-            kept = [chunk for chunk in request.prompt_hidden or [] if chunk[0] < block.start]
             rows = result.hidden[block.first_row : block.first_row + block.num_rows].clone()
-            request.prompt_hidden = [*kept, (block.start, rows)]
+            request.prompt_hidden = [*(request.prompt_hidden or []), rows]
         request.kv_len = block.start + block.num_rows
         self.scheduler.prefilled(request)
 
@@ -225,7 +230,7 @@ class Engine:
         if prefilled and request.prompt_logprobs is not None:
             output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
         if prefilled and request.prompt_hidden:
-            output.prompt_hidden = torch.cat([rows for _, rows in request.prompt_hidden])
+            output.prompt_hidden = torch.cat(request.prompt_hidden)
             request.prompt_hidden = None
         return output
 

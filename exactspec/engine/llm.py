@@ -29,7 +29,9 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class StreamChunk:
-    """What one step added to one sample. `text` is a delta; text that may be the start of a stop string is held back."""
+    """What one step added to one sample. `text` is a delta; text that may be the start of a stop string is held
+    back.
+    """
 
     text: str
     token_ids: list[int]
@@ -59,9 +61,7 @@ class _Pending:
         self.sources.extend(output.sources)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
-        delta = self.stream.append(output.token_ids)
-        if output.finish is not None:
-            delta += self.stream.finish(output.finish)
+        delta = self.stream.append(output.token_ids, output.finish)
         self.text.append(delta)
         return delta
 
@@ -86,7 +86,8 @@ class _Pending:
 class LLM:
     """A model with an optional draft. Same answers with and without the draft; see docs/exactness.md.
 
-    Keyword arguments are the fields of EngineConfig. Raises ConfigError, CheckpointError, UnsupportedModelError or DeviceError.
+    Keyword arguments are the fields of EngineConfig. Raises ConfigError, CheckpointError, UnsupportedModelError or
+    DeviceError.
     """
 
     def __init__(self, model: str, *, draft: str | None = None, **options: Any) -> None:
@@ -98,7 +99,8 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Continues each prompt (text, or token ids). `params`: one for all or one per prompt. With n > 1 the answers
-        of a prompt stand side by side: p0s0, p0s1, p1s0, ... Raises RequestError before anything runs if any is refused."""
+        of a prompt stand side by side: p0s0, p0s1, p1s0, ... Raises RequestError before anything runs if any is
+        refused."""
         pending = self._queue(_as_prompts(prompts), params)
         answers: dict[str, RequestOutput] = {}
         for output in self._run(pending):

@@ -1,4 +1,6 @@
-"""Counters of the engine: what a dashboard or a bench wants to know. Reading them costs nothing the step would notice."""
+"""Counters of the engine: what a dashboard or a bench wants to know. Reading them costs nothing the step would
+notice.
+"""
 
 from __future__ import annotations
 

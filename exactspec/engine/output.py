@@ -1,9 +1,12 @@
-"""Where an answer ends: committed tokens are cut here, once, for tokens, logprobs, counts and text alike (contract C3)."""
+"""Where an answer ends: committed tokens are cut here, once, for tokens, logprobs, counts and text alike
+(contract C3).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from exactspec.errors import RequestError
 from exactspec.types import FinishReason, RunningRequest
 
 
@@ -19,11 +22,15 @@ def append_until_stop(
     """Appends committed tokens one by one to the request, as plain decoding would, up to the first end.
 
     Returns how many were emitted and why the request ended, if it did. At one token the order is: stop string
-    or regex, stop token, length, grammar; so a stop at the very last allowed token is a stop, and one beyond it is never reached.
+    or regex, stop token, length, grammar; so a stop at the very last allowed token is a stop, and one beyond it is
+    never reached.
     """
     for count, token_id in enumerate(committed, start=1):
         request.token_ids.append(token_id)
-        finish = _end_at(request, token_id, stop_ids)
+        try:
+            finish = _end_at(request, token_id, stop_ids)
+        except RequestError as error:  # e.g. a stop regex that takes too long: this request ends, the others go on
+            finish = FinishReason("abort", message=str(error))
         if finish is not None:
             return count, finish
     return len(committed), None

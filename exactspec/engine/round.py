@@ -1,4 +1,6 @@
-"""One round over a step's plan: draft -> choose verify lengths -> forward -> draw -> accept. Holds no request state of its own."""
+"""One round over a step's plan: draft -> choose verify lengths -> forward -> draw -> accept. Holds no request
+state of its own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from exactspec.verify.accept import AcceptResult
 
 @dataclass(slots=True)
 class RoundResult:
-    """What a round found out. `accepted[i]` belongs to `sampled_blocks[i]`, whose first logit row is `first_logit_row[i]`."""
+    """What a round found out. `accepted[i]` belongs to `sampled_blocks[i]`, whose first logit row is
+    `first_logit_row[i]`.
+    """
 
     blocks: list[Block]
     hidden: Tensor  # [T, H] after the final norm
@@ -92,7 +96,7 @@ class RoundRunner:
         for chunk in plan.prefills:
             request = chunk.request
             rows = request.token_ids[chunk.start : chunk.end]
-            draws = int(chunk.end == request.prompt_len and request.num_output == 0 and wants_draw(request))
+            draws = int(chunk.emits and wants_draw(request))
             blocks.append(Block(request, chunk.start, rows, draws, is_prefill=True))
         return blocks
 

@@ -1,4 +1,6 @@
-"""How many drafts are verified and which rule accepts them. With coupled acceptance no choice here can change a token."""
+"""How many drafts are verified and which rule accepts them. With coupled acceptance no choice here can change a
+token.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,85 @@
+"""Who takes part in a comparison: our engine with each drafter, behind the one interface that peers implement too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from exactspec.draft.factory import make_drafter
+from exactspec.engine.config import EngineConfig
+from exactspec.engine.engine import Engine
+from exactspec.engine.verify_policy import VerifyPolicy
+from exactspec.model.target import TargetModel
+from exactspec.types import Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One timed run of a group of prompts. Decode time begins when the first token of the last prompt is out."""
+
+    num_tokens: int  # output tokens after each prompt's first
+    decode_seconds: float
+    first_token_seconds: float
+    accept_length: float | None = None  # incl. bonus
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class Contender(Protocol):
+    name: str
+
+    def run(self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int) -> Run:
+        """Generates exactly new_tokens for each prompt (EOS ignored), all at once."""
+        ...
+
+
+class EngineContender:
+    """Our engine with one drafter over a target that contenders share."""
+
+    def __init__(
+        self, name: str, target: TargetModel, draft: str | None, *, batch: int, logprobs: int | None = None
+    ) -> None:
+        self.name = name
+        self.logprobs = logprobs
+        config = EngineConfig(model="", draft=draft, max_running_requests=batch, prefix_cache=False)
+        longest = min(target.config.context_length, 4096)
+        num_pages = batch * -(-longest // config.page_size) + 64
+        drafter = make_drafter(
+            draft, target, num_slots=num_pages * config.page_size, gamma=None, backend=target.backend
+        )
+        self.engine = Engine(config, target, drafter, num_pages, VerifyPolicy(config.acceptance))
+        self._runs = 0
+
+    def run(self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int) -> Run:
+        params = SamplingParams(
+            max_new_tokens=new_tokens, temperature=temperature, ignore_eos=True, logprobs=self.logprobs
+        )
+        self._runs += 1
+        for number, prompt in enumerate(prompts):
+            self.engine.add(Request(f"bench-{self._runs}-{number}", tuple(prompt), params, seed + number))
+        return self._drain(len(prompts))
+
+    def _drain(self, count: int) -> Run:
+        began = time.perf_counter()
+        first_at: float | None = None
+        seen: set[str] = set()
+        after_first = 0
+        rounds = committed = 0
+        while self.engine.has_work():
+            for output in self.engine.step():
+                if first_at is not None:
+                    after_first += len(output.token_ids)
+                if output.token_ids:
+                    seen.add(output.request_id)
+                if output.finish is not None:
+                    rounds += output.stats.rounds
+                    committed += output.stats.num_committed
+            if first_at is None and len(seen) == count:
+                first_at = time.perf_counter()
+        ended = time.perf_counter()
+        first_at = first_at or ended
+        return Run(after_first, ended - first_at, first_at - began, committed / rounds if rounds else None)

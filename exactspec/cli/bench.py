@@ -1,0 +1,146 @@
+"""`exactspec bench`: speed of plain, n-gram, DFlash and DSpark decoding and of peers, in one run, against the
+machine's floor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from exactspec.cli import options as opt
+
+CONTENDERS = "plain,ngram,dflash,dspark,transformers,llama.cpp,llama.cpp-ngram"
+
+
+def bench(
+    model: Annotated[str, typer.Option(help="Alias, folder, GGUF file or hub id.")] = "smollm2-135m",
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="JSON-lines prompt file; may be given several times.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Prompts of each file.")] = 8,
+    contenders: Annotated[str, typer.Option(help="Who runs; a draft folder is a contender too.")] = CONTENDERS,
+    new_tokens: Annotated[int, typer.Option(help="Output tokens per prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    batch: Annotated[int, typer.Option(help="Prompts at once; llama.cpp takes part at 1.")] = 1,
+    logprobs: Annotated[int | None, typer.Option(help="Our contenders also return this many top logprobs.")] = None,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 700,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = Path("results/bench.json"),
+    plot: Annotated[Path | None, typer.Option(help="Write a plot here (extra: plot).")] = Path("results/bench.png"),
+    steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Also time single steps by number of rows.")] = True,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    numerics: opt.Numerics = "exact",
+) -> None:
+    """Compare decoders on the same prompts, prompt by prompt in turns. Accept length includes the bonus token;
+    ratios are to plain decoding, with quartiles over prompts."""
+    from rich.console import Console
+
+    from exactspec.backend.select import select_backend
+    from exactspec.bench.compare import compare, table, write_json, write_plot
+    from exactspec.bench.prompts import BUILT_IN, read_prompts
+    from exactspec.model.loader import load_target
+    from exactspec.model.target import TargetModel
+
+    console = Console()
+    backend = select_backend(device, dtype, numerics)
+    target = TargetModel(backend, load_target(model, dtype=dtype, device=backend.device))
+    facts = _floor(target, console) if steps else {}
+    facts.update(model=model, dtype=str(target.dtype), backend=backend.name, temperature=temperature, batch=batch)
+    taking_part = _contenders(contenders.split(","), target, model, batch, logprobs, console)
+    lines = []
+    for path in prompts or [BUILT_IN]:
+        chats = [[{"role": "user", "content": text}] for text in read_prompts(path)]
+        ids = [target.tokenizer.apply_chat_template(chat) for chat in chats]
+        ids = [prompt for prompt in ids if len(prompt) <= max_prompt_tokens][:limit]
+        groups = [ids[i : i + batch] for i in range(0, len(ids) - batch + 1, batch)]
+        with console.status(path.stem) as status:
+            standings = compare(
+                taking_part,
+                groups,
+                new_tokens=new_tokens,
+                temperature=temperature,
+                on_run=lambda name, stem=path.stem: status.update(f"{stem}: {name}"),  # type: ignore[misc]
+            )
+        lines.extend(table(path.stem, standings, taking_part[0].name))
+        _print_table(console, [line for line in lines if line.prompts == path.stem])
+    if json_out is not None:
+        write_json(json_out, lines, facts)
+    if plot is not None:
+        write_plot(plot, lines)
+        console.print(f"figures in {json_out}, plot in {plot}")
+
+
+def _floor(target: Any, console: Any) -> dict[str, Any]:
+    from exactspec.bench.floor import measure_step, read_bandwidth, weight_bytes
+
+    num_bytes = weight_bytes(target)
+    bandwidth = read_bandwidth(target, num_bytes)
+    floor_ms = num_bytes / bandwidth * 1e3
+    console.print(
+        f"weights {num_bytes / 1e6:.0f} MB, read bandwidth {bandwidth / 1e9:.1f} GB/s: floor of a step {floor_ms:.2f} ms"
+    )
+    pool = target.make_pool(2048)
+    times = [measure_step(target, pool, rows, 256) for rows in (1, 2, 4, 8, 16, 32, 64)]
+    plain = times[0].milliseconds
+    for step in times:
+        console.print(
+            f"  step of {step.rows:3d} rows: {step.milliseconds:7.2f} ms = {step.milliseconds / floor_ms:.2f} floors, "
+            f"{step.milliseconds / plain:.2f} plain steps"
+        )
+    return {
+        "weight_bytes": num_bytes,
+        "bandwidth_bytes_per_second": bandwidth,
+        "floor_ms": floor_ms,
+        "step_ms": {step.rows: step.milliseconds for step in times},
+    }
+
+
+def _contenders(names: list[str], target: Any, model: str, batch: int, logprobs: int | None, console: Any) -> list[Any]:
+    from exactspec.bench.contenders import EngineContender
+
+    taking_part: list[Any] = []
+    for name in names:
+        if name in ("transformers", "llama.cpp", "llama.cpp-ngram"):
+            peer = _peer(name, target, model, batch, console)
+            taking_part.extend([peer] if peer is not None else [])
+        else:
+            draft = None if name == "plain" else name
+            taking_part.append(EngineContender(name, target, draft, batch=batch, logprobs=logprobs))
+    return taking_part
+
+
+def _peer(name: str, target: Any, model: str, batch: int, console: Any) -> Any:
+    """A peer, or None with a line that says why it does not take part."""
+    from exactspec.bench.peers import LlamaCppContender, load_transformers
+    from exactspec.model.hub import resolve_model
+
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    path = Path(resolve_model(model))
+    if name == "transformers":
+        return load_transformers(path, target.dtype, target.backend.device, threads)
+    if batch != 1 or path.suffix != ".gguf":
+        console.print(f"{name} is left out: it takes part at batch 1 and with a GGUF model")
+        return None
+    try:
+        return LlamaCppContender(path, threads=threads, slots=batch, ngram=name.endswith("ngram"))
+    except ImportError:
+        console.print(f"{name} is left out: xllamacpp is not installed (pip install 'exactspec[bench]')")
+        return None
+
+
+def _print_table(console: Any, lines: list[Any]) -> None:
+    from rich.table import Table
+
+    shown = Table("prompts", "contender", "tokens/s", "accept length (incl. bonus)", "ratio to plain", "quartiles")
+    for line in lines:
+        accept = f"{line.accept_length:.2f}" if line.accept_length else "-"
+        spread = f"{line.ratio_low:.2f} - {line.ratio_high:.2f}"
+        shown.add_row(
+            line.prompts, line.contender, f"{line.tokens_per_second:.1f}", accept, f"{line.ratio:.2f}", spread
+        )
+    console.print(shown)
+    sys.stdout.flush()
