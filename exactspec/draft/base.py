@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from exactspec.sampling.noise import NoiseStream
 from exactspec.types import ForwardBatch, Proposal, RunningRequest
 
 # (k, logits [R, V], draft tokens before k [R, k]) -> adjusted logits: penalties, bias and grammar for draft position k.
 DraftAdjust = Callable[[int, Tensor, Tensor], Tensor]
+# (seeds, output positions, stream) -> Gumbel noise [N, V] float32, read-only (sampling.noise.NoiseCache.rows)
+NoiseRows = Callable[[Sequence[int], Sequence[int], NoiseStream], Tensor]
 
 
 @dataclass(slots=True)
@@ -26,6 +29,7 @@ class DraftBatch:
     max_kv_len: int  # host copy of max(anchor_positions)
     want_probs: bool = False  # rejection acceptance: fill Proposal.probs
     adjust: DraftAdjust | None = None
+    noise: NoiseRows | None = None  # rows shared with the verify draw; None: the drafter asks the device
 
 
 class Drafter(ABC):

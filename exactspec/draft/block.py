@@ -1,0 +1,141 @@
+"""The block drafter: DFlash and DSpark in serving, over paged draft K/V that lives at the target's own slots.
+
+One draft forward covers a whole block: rows [anchor, mask, mask, ...] at positions anchor .. anchor + n - 1 attend to
+the context before the anchor and to each other. The block's own K/V land in the slots of those positions; they mean
+nothing after the round and are overwritten when the target has been there (`observe`) or by the next block. The context
+K/V of a token depend on its target features and position alone, so prefix hits and retraction need no bookkeeping.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exactspec.draft.base import DraftBatch, Drafter
+from exactspec.draft.block_model import BlockModel
+from exactspec.draft.draw import NUM_CANDIDATES, BlockDrawer, backend_noise, make_plan
+from exactspec.errors import ConfigError
+from exactspec.model.config import ROPE_SLACK
+from exactspec.model.target import TargetModel
+from exactspec.types import ForwardBatch, Proposal
+
+
+class BlockDrafter(Drafter):
+    """Serves a BlockModel beside a target.
+
+    gamma: draft tokens per round, at most what the block was trained for (ConfigError otherwise); None takes all.
+    temperatures: per position, divide the confidence logits (calibration). num_slots: slots of the target's pool.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        target: TargetModel,
+        num_slots: int,
+        gamma: int | None = None,
+        temperatures: tuple[float, ...] | None = None,
+        num_candidates: int = NUM_CANDIDATES,
+    ) -> None:
+        config = model.config
+        self.config = config
+        self.target = target
+        self.backend = target.backend
+        self.gamma = _checked_gamma(gamma, config.gamma)
+        self.capture_layers = config.target_layer_ids
+        self.num_rows = self.gamma if config.sample_from_anchor else self.gamma + 1
+        device, dtype = self.backend.device, target.dtype
+        spec = model.stack_spec()
+        num_positions = target.config.context_length + max(ROPE_SLACK, self.num_rows)
+        rope = model.rope_table(num_positions, device)
+        self.stack = self.backend.make_stack(spec, model.layer_weights(dtype), [rope])
+        self.pool = self.backend.make_pool(spec, num_slots, dtype)
+        self._fc = self.backend.make_linear(model.fc.weight.detach().to(device, dtype))
+        self._hidden_norm = model.hidden_norm.weight.detach().to(device, torch.float32)
+        self._norm = model.norm.weight.detach().to(device, torch.float32)
+        self._embedding = model.embed_tokens.weight.detach().to(device, dtype) if model.embed_tokens else None
+        self._lm_head = (
+            self.backend.make_linear(model.lm_head.weight.detach().to(device, dtype)) if model.lm_head else None
+        )
+        heads = model.to(device)
+        self._drawer = BlockDrawer(self.backend, heads.markov_head, dtype, num_candidates)
+        self._confidence_head = heads.confidence_head
+        self._temperatures = None
+        if temperatures is not None:
+            self._temperatures = torch.tensor(temperatures[: self.gamma], dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def observe(self, batch: ForwardBatch, captured: Tensor | None) -> None:
+        if captured is None:
+            raise ValueError(f"a block drafter needs the target layers {self.capture_layers} captured")
+        context = self.backend.rms_norm(self._fc(captured), self._hidden_norm, self.config.rms_eps)
+        self.stack.write_context(context, batch.positions, batch.slots, self.pool)
+
+    @torch.no_grad()
+    def propose(self, batch: DraftBatch) -> Proposal:
+        lengths = [min(self.gamma, request.draft_room) for request in batch.requests]
+        if not any(lengths):
+            return Proposal(batch.anchor_ids.new_zeros((len(lengths), self.gamma)), lengths)
+        hidden = self._hidden(batch)
+        base = self._logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
+        noise = batch.noise or backend_noise(self.backend, base.shape[-1])
+        plan = make_plan(batch.requests, noise, base.device)
+        probs = None
+        if batch.adjust is None and not batch.want_probs:
+            tokens = self._drawer.draw(base, hidden, batch.anchor_ids, plan)
+        else:
+            tokens, probs = self._drawer.draw_full(base, hidden, batch.anchor_ids, plan, batch.adjust, batch.want_probs)
+        return Proposal(tokens, lengths, probs, self._confidence(hidden, batch.anchor_ids, tokens))
+
+    def _hidden(self, batch: DraftBatch) -> Tensor:
+        """Final normed states of the predicting rows: [R, gamma, H] float32."""
+        block = self._block_batch(batch)
+        out, _ = self.stack.forward(self._embed(block.token_ids), block, self.pool)
+        out = out.view(len(batch.requests), self.num_rows, -1)
+        if not self.config.sample_from_anchor:
+            out = out[:, 1:]
+        normed = self.backend.rms_norm(out.reshape(-1, out.shape[-1]), self._norm, self.config.rms_eps)
+        return normed.view(len(batch.requests), self.gamma, -1)
+
+    def _block_batch(self, batch: DraftBatch) -> ForwardBatch:
+        num_requests, num_rows = len(batch.requests), self.num_rows
+        device = batch.anchor_ids.device
+        token_ids = batch.anchor_ids.new_full((num_requests, num_rows), self.config.mask_token_id)
+        token_ids[:, 0] = batch.anchor_ids
+        positions = batch.anchor_positions[:, None] + torch.arange(num_rows, dtype=torch.int32, device=device)
+        pages = batch.page_table.gather(1, (positions // batch.page_size).long())
+        slots = pages * batch.page_size + positions % batch.page_size
+        return ForwardBatch(
+            token_ids=token_ids.flatten(),
+            positions=positions.flatten(),
+            slots=slots.flatten(),
+            q_start=torch.arange(num_requests + 1, dtype=torch.int32, device=device) * num_rows,
+            kv_len=batch.anchor_positions + num_rows,
+            page_table=batch.page_table,
+            logit_rows=token_ids.new_zeros(0),
+            page_size=batch.page_size,
+            causal=False,
+            max_kv_len=batch.max_kv_len + num_rows,
+            max_q_len=num_rows,
+        )
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        return self.target.embed(token_ids) if self._embedding is None else self._embedding[token_ids].float()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden) if self._lm_head is None else self._lm_head(hidden)
+
+    def _confidence(self, hidden: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor | None:
+        """[R, gamma]: chance that each draft is accepted given that those before it were."""
+        if self._confidence_head is None:
+            return None
+        before = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1)
+        logits = self._confidence_head(hidden, self._drawer.previous(before))
+        return torch.sigmoid(logits if self._temperatures is None else logits / self._temperatures)
+
+
+def _checked_gamma(asked: int | None, trained: int) -> int:
+    if asked is None:
+        return trained
+    if not 1 <= asked <= trained:
+        raise ConfigError(f"gamma: must be from 1 to {trained}, the block this draft was trained for, got {asked}")
+    return asked
