@@ -5,6 +5,8 @@ The target is the random three-layer one of tests/fakes.py on the plain-torch ba
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from draft_fakes import draft_config, draft_tensors, reference_chain, reference_hidden, running, write_draft
@@ -68,7 +70,7 @@ class Harness:
         """Give pages and feed everything before the anchor, cut at `pieces`."""
         self.give_pages(request)
         borders = [0, *pieces, len(request.token_ids) - 1]
-        for start, end in zip(borders, borders[1:], strict=False):
+        for start, end in pairwise(borders):
             self.feed(request, start, end)
         return request
 
@@ -251,7 +253,7 @@ def test_asked_for_probabilities_are_those_of_the_draw(target, tmp_path):
         requests.append(request)
     proposal = harness.propose(*requests, want_probs=True)
     assert proposal.probs.shape == (trials, 5, 262)
-    hidden, base = harness.base(TEXT)
+    _, base = harness.base(TEXT)
     w1, w2 = harness.weights["markov_head.markov_w1.weight"], harness.weights["markov_head.markov_w2.weight"]
     expected = (base[0] + w2 @ w1[TEXT[-1]]) / 1.3
     expected = expected.masked_fill(expected < expected.topk(4).values[-1], float("-inf")).softmax(-1)
