@@ -10,7 +10,7 @@ from typing import Protocol
 from exactspec.draft.factory import make_drafter
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
-from exactspec.engine.verify_policy import VerifyPolicy
+from exactspec.engine.verify_policy import VerifyAll
 from exactspec.model.target import TargetModel
 from exactspec.types import Request, SamplingParams
 
@@ -51,7 +51,7 @@ class EngineContender:
         drafter = make_drafter(
             draft, target, num_slots=num_pages * config.page_size, gamma=None, backend=target.backend
         )
-        self.engine = Engine(config, target, drafter, num_pages, VerifyPolicy(config.acceptance))
+        self.engine = Engine(config, target, drafter, num_pages, VerifyAll(config.acceptance))
         self._runs = 0
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int) -> Run:

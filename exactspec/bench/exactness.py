@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from exactspec.draft.factory import make_drafter
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
-from exactspec.engine.verify_policy import VerifyPolicy
+from exactspec.engine.verify_policy import VerifyAll
 from exactspec.model.target import TargetModel
 from exactspec.types import Request, SamplingParams, StepOutput, TokenLogprob
 
@@ -148,7 +148,7 @@ class ExactnessCheck:
         drafter = make_drafter(
             draft, self.target, num_slots=num_pages * config.page_size, gamma=None, backend=self.target.backend
         )
-        return Engine(config, self.target, drafter, num_pages, VerifyPolicy(config.acceptance))
+        return Engine(config, self.target, drafter, num_pages, VerifyAll(config.acceptance))
 
     def _find_truth(self, count: int, on_truth: Callable[[int], None] | None) -> None:
         engine = self._engine("none", 512, 1)

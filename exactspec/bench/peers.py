@@ -103,5 +103,6 @@ def load_transformers(path: Path, dtype: torch.dtype, device: torch.device, thre
     if path.suffix == ".gguf":
         options["gguf_file"] = path.name
         path = path.parent
-    model = AutoModelForCausalLM.from_pretrained(path, **options).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
+    model = model.to(device)
     return TransformersContender(model, threads)

@@ -52,7 +52,8 @@ def page_rows(requests: Sequence[RunningRequest]) -> np.ndarray:
 def build_batch(blocks: Sequence[Block], page_size: int, device: torch.device) -> ForwardBatch:
     """Lays the blocks end to end and notes in each where its rows begin."""
     table = page_rows([block.request for block in blocks])
-    positions, slots, starts, logit_rows = [], [], [0], []
+    positions, slots, starts = [], [], [0]
+    logit_rows: list[int] = []
     for number, block in enumerate(blocks):
         block.first_row = starts[-1]
         at = np.arange(block.start, block.start + block.num_rows, dtype=np.int32)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 
 from exactspec.backend.select import select_backend
+from exactspec.draft.base import Drafter
 from exactspec.draft.factory import make_drafter
 from exactspec.draft.simulate import SimulatedAcceptance
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
-from exactspec.engine.verify_policy import VerifyPolicy
+from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyPolicy
 from exactspec.errors import ConfigError
 from exactspec.model.loader import load_target
 from exactspec.model.target import TargetModel
@@ -23,6 +24,7 @@ def build_engine(config: EngineConfig) -> Engine:
     backend = select_backend(config.device, config.dtype, config.numerics)
     loaded = load_target(config.model, dtype=config.dtype, context_length=config.context_length, device=backend.device)
     target = TargetModel(backend, loaded)
+    loaded.release_layers()
     kv_tokens = config.kv_tokens or default_kv_tokens(target)
     num_pages = -(-kv_tokens // config.page_size)
     drafter = make_drafter(
@@ -30,10 +32,16 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     if num_pages * config.page_size < drafter.gamma + 2:
         raise ConfigError(f"kv_tokens: {kv_tokens} cannot hold one block of {drafter.gamma + 1} rows")
-    simulated = None
+    return Engine(config, target, drafter, num_pages, make_policy(config, drafter))
+
+
+def make_policy(config: EngineConfig, drafter: Drafter) -> VerifyPolicy:
+    """The verify policy that the settings ask for."""
+    policy: VerifyPolicy = VerifyAll(config.acceptance)
     if config.simulate_accept_length is not None:
         simulated = SimulatedAcceptance(config.simulate_accept_length, drafter.gamma, config.seed)
-    return Engine(config, target, drafter, num_pages, VerifyPolicy(config.acceptance, simulated))
+        policy = AcceptByDecree(policy, simulated)
+    return policy
 
 
 def default_kv_tokens(target: TargetModel) -> int:

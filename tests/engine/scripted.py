@@ -12,7 +12,7 @@ from torch import Tensor
 from exactspec.draft.base import DraftBatch, Drafter
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
-from exactspec.engine.verify_policy import VerifyPolicy
+from exactspec.engine.verify_policy import VerifyAll
 from exactspec.model.target import TargetModel
 from exactspec.types import ForwardBatch, Proposal, Request, RunningRequest, SamplingParams, StepOutput, TokenLogprob
 
@@ -78,7 +78,7 @@ def make_engine(drafter: Drafter, *, num_pages: int = 256, target: TargetModel |
     target = target or tiny_model()
     config.setdefault("page_size", 4)
     settings = EngineConfig(model="tiny", **config)
-    return Engine(settings, target, drafter, num_pages, VerifyPolicy(settings.acceptance))
+    return Engine(settings, target, drafter, num_pages, VerifyAll(settings.acceptance))
 
 
 def request(request_id: str, prompt: Sequence[int], seed: int = 7, **params: Any) -> Request:
