@@ -65,5 +65,8 @@ class TargetModel:
 
 
 def _on_device(layer: LayerWeights, device: torch.device) -> LayerWeights:
-    tensors: dict[str, Any] = {f.name: getattr(layer, f.name) for f in fields(layer)}
-    return LayerWeights(**{name: None if t is None else t.to(device) for name, t in tensors.items()})
+    moved: dict[str, Any] = {}
+    for f in fields(layer):
+        tensor = getattr(layer, f.name)
+        moved[f.name] = None if tensor is None else tensor.to(device)
+    return LayerWeights(**moved)
