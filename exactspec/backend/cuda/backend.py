@@ -1,0 +1,91 @@
+"""CudaBackend: backend.base.Backend on one CUDA device. Importing this file needs Triton, building it a device."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
+from exactspec.backend.cuda import sampling
+from exactspec.backend.cuda.elementwise import rms_norm
+from exactspec.backend.cuda.linear import CudaLinear
+from exactspec.backend.cuda.stack import CudaStack
+from exactspec.errors import ConfigError, DeviceError
+
+
+class CudaBackend:
+    """Exact or fast numerics on a CUDA device. Weights bfloat16 or float16.
+
+    EXACTSPEC_PDL=0 turns off programmatic dependent launch (kernels that start early and wait for their input).
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: str | torch.device = "cuda", numerics: str = "exact") -> None:
+        if numerics not in ("exact", "fast"):
+            raise ConfigError(f"numerics must be exact or fast, got {numerics!r}")
+        self.device = torch.device(device)
+        if self.device.type != "cuda" or not torch.cuda.is_available():
+            raise DeviceError(f"the CUDA backend needs a CUDA device, got {device!r}")
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.set_device(self.device)
+        properties = torch.cuda.get_device_properties(self.device)
+        if properties.major < 8:
+            raise DeviceError(
+                f"{properties.name} has compute capability {properties.major}.{properties.minor}, need 8.0"
+            )
+        self.numerics = numerics
+        self.exact = numerics == "exact"
+        self.num_sms = properties.multi_processor_count
+        self.pdl = properties.major >= 9 and os.environ.get("EXACTSPEC_PDL", "1") != "0"
+
+    def make_pool(self, spec: StackSpec, num_slots: int, dtype: torch.dtype) -> KVPool:
+        shape = (spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim)
+        return KVPool(
+            torch.zeros(shape, dtype=dtype, device=self.device), torch.zeros(shape, dtype=dtype, device=self.device)
+        )
+
+    def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> CudaLinear:
+        bias = None if bias is None else bias.to(self.device)
+        return CudaLinear(weight.to(self.device), bias, self.exact, pdl=self.pdl, num_sms=self.num_sms)
+
+    def make_stack(self, spec: StackSpec, layers: list[LayerWeights], ropes: list[RopeTable]) -> CudaStack:
+        return CudaStack(spec, layers, ropes, self.exact, self.pdl, self.num_sms)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        return rms_norm(x, weight, eps, torch.empty_like(x)) if x.shape[0] else torch.empty_like(x)
+
+    def gumbel(self, seeds: Tensor, positions: Tensor, stream: int, vocab_size: int) -> Tensor:
+        return sampling.gumbel(seeds, positions, stream, vocab_size)
+
+    def draw(
+        self,
+        logits: Tensor,
+        temperatures: Tensor | None,
+        seeds: Tensor | None,
+        positions: Tensor | None,
+        stream: int = 0,
+        valid_vocab: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """argmax(logits / T + gumbel) in one pass: (ids, raw logprobs, logsumexp); see sampling.draw."""
+        return sampling.draw(logits, temperatures, seeds, positions, stream, valid_vocab)
+
+    def self_check(self, *stacks_and_linears: CudaStack | CudaLinear) -> None:
+        """Proves on this device that all GEMM tiles of the given weights' shapes agree; raises DeviceError if not."""
+        seen: set[tuple[int, ...]] = set()
+        for item in stacks_and_linears:
+            linears = [item] if isinstance(item, CudaLinear) else _linears(item)
+            for linear in linears:
+                key = (*linear.weight.shape, linear.activation, linear.bias is not None)
+                if key not in seen:
+                    seen.add(key)
+                    linear.check_tiles()
+
+
+def _linears(stack: CudaStack) -> list[CudaLinear]:
+    first = stack.layers[0]
+    return [first.qkv, first.kv, first.o, first.gate_up, first.down]
