@@ -14,7 +14,6 @@ from torch import Tensor
 
 from exactspec.backend.base import Backend
 
-
 CACHE_BYTES = 48 << 20
 LEAST_CACHE_ROWS = 16
 
@@ -68,24 +67,21 @@ class NoiseCache:
         """
         keys = [(s, p, int(stream)) for s, p in zip(_as_ints(seeds), _as_ints(positions), strict=True)]
         wanted = set(keys)
-        if len(wanted) > self.capacity:
+        if not keys or len(wanted) > self.capacity:
             return self._make(keys)
-        missing = [key for key in dict.fromkeys(keys) if key not in self._slots]
-        if missing:
-            self._store(missing, wanted)
-        assert self._buffer is not None or not keys
-        if self._buffer is None:
-            return self._make(keys)
+        buffer = self._store([key for key in dict.fromkeys(keys) if key not in self._slots], wanted)
         slots = [self._slots[key] for key in keys]
         if slots == list(range(slots[0], slots[0] + len(slots))):
-            return self._buffer.narrow(0, slots[0], len(slots))
-        return self._buffer.index_select(0, torch.tensor(slots, device=self._backend.device))
+            return buffer.narrow(0, slots[0], len(slots))
+        return buffer.index_select(0, torch.tensor(slots, device=self._backend.device))
 
-    def _store(self, missing: list[tuple[int, int, int]], wanted: set[tuple[int, int, int]]) -> None:
-        """Make the missing rows and put them over the oldest rows that this call does not want."""
-        made = self._make(missing)
+    def _store(self, missing: list[tuple[int, int, int]], wanted: set[tuple[int, int, int]]) -> Tensor:
+        """Make the missing rows and put them over the oldest rows that this call does not want; the buffer."""
         if self._buffer is None:
-            self._buffer = made.new_empty((self.capacity, self._vocab_size))
+            self._buffer = torch.empty((self.capacity, self._vocab_size), device=self._backend.device)
+        if not missing:
+            return self._buffer
+        made = self._make(missing)
         for i, key in enumerate(missing):
             while self._keys[self._cursor] in wanted:
                 self._cursor = (self._cursor + 1) % self.capacity
@@ -96,6 +92,7 @@ class NoiseCache:
             self._slots[key] = self._cursor
             self._buffer[self._cursor].copy_(made[i])
             self._cursor = (self._cursor + 1) % self.capacity
+        return self._buffer
 
     def _make(self, keys: list[tuple[int, int, int]]) -> Tensor:
         device = self._backend.device

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from exactspec.backend.base import Backend
 from exactspec.sampling.adjust import AdjustedRows, adjust_rows
+from exactspec.sampling.argmax import lowest_argmax
 from exactspec.sampling.filters import Filters, filter_dense, kept_ids
 from exactspec.sampling.noise import NoiseCache, NoiseStream
-from exactspec.sampling.argmax import lowest_argmax
 from exactspec.sampling.rows import RowGroup
 from exactspec.types import SamplingParams
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from exactspec.backend.base import Backend
-from exactspec.sampling.noise import NoiseStream
 from exactspec.sampling.argmax import lowest_argmax
+from exactspec.sampling.noise import NoiseStream
 from exactspec.sampling.rows import RowGroup, first_rows
 from exactspec.types import TokenSource
 
@@ -77,78 +76,84 @@ def accept_rejection(
     Groups without drafts may follow those that draft_probs covers. Committed tokens have the target's distribution;
     unlike with coupled acceptance they depend on the draft.
     """
-    backend = result.backend
     starts = first_rows(groups)
+    judged = [(g, j) for g, group in enumerate(groups) for j in range(len(group.draft_tokens))]
     accepted = [0] * len(groups)
-    judged = [g for g, group in enumerate(groups) if group.draft_tokens]
-    coins = _coins([groups[g] for g in judged], backend)
-    residuals: dict[int, Tensor] = {}
-    for g in judged:
-        group = groups[g]
-        num_drafts = len(group.draft_tokens)
-        rows = range(starts[g], starts[g] + num_drafts)
-        target = torch.softmax(result.processed(rows), dim=-1)
-        draft = None if draft_probs is None else draft_probs[g]
-        accepted[g] = count_accepted(target, draft, group.draft_tokens, [coins.pop(0) for _ in rows])
-        if accepted[g] < num_drafts:
-            residuals[g] = residual_weights(target, draft, group.draft_tokens, accepted[g])
-    last = result.token_ids[torch.tensor([starts[g] + a for g, a in enumerate(accepted)], device=backend.device)]
-    last_tokens = last.tolist()
-    for g, token in _draw_residuals(residuals, groups, accepted, backend).items():
-        last_tokens[g] = token
-    return [_outcome(group, a, token) for group, a, token in zip(groups, accepted, last_tokens, strict=True)]
+    residual_tokens: dict[int, int] = {}
+    if judged:
+        tokens = torch.tensor([groups[g].draft_tokens[j] for g, j in judged], device=result.token_ids.device)
+        target = torch.softmax(result.processed([starts[g] + j for g, j in judged]), dim=-1)
+        draft = _draft_rows(draft_probs, judged, tokens, target)
+        index = tokens[:, None]
+        coins = _coins(groups, judged, result.backend)
+        passed = accepts(target.gather(1, index)[:, 0], draft.gather(1, index)[:, 0], coins).tolist()
+        for (g, j), ok in zip(judged, passed, strict=True):
+            accepted[g] += int(ok and accepted[g] == j)
+        rejecting = [i for i, (g, j) in enumerate(judged) if accepted[g] == j]
+        residual_tokens = _draw_residuals(target, draft, judged, rejecting, groups, result.backend)
+    rows = torch.tensor([start + count for start, count in zip(starts, accepted, strict=False)], dtype=torch.int64)
+    last = result.token_ids[rows.to(result.token_ids.device)].tolist()
+    return [_outcome(group, accepted[g], residual_tokens.get(g, last[g])) for g, group in enumerate(groups)]
 
 
-def _coins(groups: Sequence[RowGroup], backend: Backend) -> list[float]:
-    """One uniform number in [0, 1) for each draft token of each group: u = exp(-exp(-g)) undoes a Gumbel number."""
-    keys = [(group.seed, position) for group in groups for position in group.positions[:-1]]
-    if not keys:
-        return []
-    seeds = torch.tensor([seed for seed, _ in keys], dtype=torch.int64, device=backend.device)
-    positions = torch.tensor([position for _, position in keys], dtype=torch.int64, device=backend.device)
-    gumbel = backend.gumbel(seeds, positions, NoiseStream.ACCEPT, 1)[:, 0].double()
-    return torch.exp(-torch.exp(-gumbel)).clamp(max=LARGEST_COIN).tolist()
+def accepts(target_probs: Tensor, draft_probs: Tensor, coins: Tensor) -> Tensor:
+    """Which drafts pass, each by itself: bool [M] from p and q of the draft token and coins u in [0, 1).
 
-
-def count_accepted(
-    target_probs: Tensor, draft_probs: Tensor | None, draft_tokens: Sequence[int], coins: Sequence[float]
-) -> int:
-    """How many leading drafts pass. target_probs [>= m, V]; draft_probs [m, V] or None (one-hot); coins in [0, 1).
-
-    The test is u * q < p, strictly, in float64 where the product of two float32 numbers is exact: a token with p = 0
-    never passes, one with p >= q > 0 always does.
+    The test is u * q < p, strictly and in float64, where the product of two float32 numbers is exact: a token with
+    p = 0 never passes, one with p >= q > 0 always does.
     """
-    index = torch.tensor(list(draft_tokens), device=target_probs.device)[:, None]
-    count = len(draft_tokens)
-    target = target_probs[:count].gather(1, index)[:, 0].tolist()
-    draft = [1.0] * count if draft_probs is None else draft_probs[:count].gather(1, index)[:, 0].tolist()
-    accepted = 0
-    while accepted < count and coins[accepted] * draft[accepted] < target[accepted]:
-        accepted += 1
-    return accepted
+    return coins.double() * draft_probs.double() < target_probs.double()
 
 
-def residual_weights(target_probs: Tensor, draft_probs: Tensor | None, draft_tokens: Sequence[int], row: int) -> Tensor:
-    """Weights [V] of the draw after draft `row` was rejected: max(p - q, 0), or p where nothing is left of it."""
-    target = target_probs[row]
-    if draft_probs is None:
-        residual = target.clone()
-        residual[draft_tokens[row]] = 0.0
-    else:
-        residual = (target - draft_probs[row]).clamp_(min=0.0)
-    return torch.where(residual.amax() > 0, residual, target)
+def residual_weights(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Weights [M, V] of the draws after a rejection: max(p - q, 0), or p for a row where nothing is left of it."""
+    residual = (target_probs - draft_probs).clamp_(min=0.0)
+    return torch.where(residual.amax(dim=-1, keepdim=True) > 0, residual, target_probs)
+
+
+def _draft_rows(
+    draft_probs: Tensor | Sequence[Tensor | None] | None, judged: list[tuple[int, int]], tokens: Tensor, like: Tensor
+) -> Tensor:
+    """q of each judged draft [M, V]; one-hot where the proposal had no randomness."""
+    if isinstance(draft_probs, Tensor):
+        index = torch.tensor(judged, device=draft_probs.device)
+        return draft_probs[index[:, 0], index[:, 1]]
+    rows = torch.zeros_like(like).scatter_(1, tokens[:, None], 1.0)
+    for i, (g, j) in enumerate(judged):
+        probs = None if draft_probs is None else draft_probs[g]
+        if probs is not None:
+            rows[i] = probs[j]
+    return rows
+
+
+def _noise_keys(groups: Sequence[RowGroup], judged: list[tuple[int, int]], device: torch.device) -> Tensor:
+    """[2, M] int64: seed and output position of each judged draft."""
+    keys = [[groups[g].seed for g, _ in judged], [groups[g].first_position + j for g, j in judged]]
+    return torch.tensor(keys, dtype=torch.int64, device=device)
+
+
+def _coins(groups: Sequence[RowGroup], judged: list[tuple[int, int]], backend: Backend) -> Tensor:
+    """One uniform number in [0, 1) for each judged draft [M] float64: exp(-exp(-g)) undoes a Gumbel number g."""
+    seeds, positions = _noise_keys(groups, judged, backend.device)
+    gumbel = backend.gumbel(seeds, positions, NoiseStream.ACCEPT, 1)[:, 0].double()
+    return torch.exp(-torch.exp(-gumbel)).clamp_(max=LARGEST_COIN)
 
 
 def _draw_residuals(
-    residuals: dict[int, Tensor], groups: Sequence[RowGroup], accepted: Sequence[int], backend: Backend
+    target: Tensor,
+    draft: Tensor,
+    judged: list[tuple[int, int]],
+    rejecting: list[int],
+    groups: Sequence[RowGroup],
+    backend: Backend,
 ) -> dict[int, int]:
-    """Draw one token for each rejecting group with noise of its own stream: group index -> token."""
-    if not residuals:
+    """One token for each rejecting group (indexes into `judged`), with noise of its own stream: group -> token."""
+    if not rejecting:
         return {}
-    chosen = list(residuals)
-    seeds = torch.tensor([groups[g].seed for g in chosen], dtype=torch.int64, device=backend.device)
-    positions = torch.tensor([groups[g].positions[accepted[g]] for g in chosen], device=backend.device)
-    weights = torch.stack([residuals[g] for g in chosen]).log()
+    index = torch.tensor(rejecting, device=target.device)
+    weights = residual_weights(target[index], draft[index]).log()
+    chosen = [judged[i] for i in rejecting]
+    seeds, positions = _noise_keys(groups, chosen, backend.device)
     noise = backend.gumbel(seeds, positions, NoiseStream.RESIDUAL, weights.shape[1])
-    tokens = lowest_argmax(torch.where(weights > -math.inf, weights + noise, -math.inf))
-    return dict(zip(chosen, tokens.tolist(), strict=True))
+    tokens = lowest_argmax(weights + noise).tolist()
+    return {g: token for (g, _), token in zip(chosen, tokens, strict=True)}
