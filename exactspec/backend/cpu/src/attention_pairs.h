@@ -1,0 +1,142 @@
+// The block of keys and values for bf16 dot-product hardware: keys as [dim / 2][KEYS] pairs of neighbouring
+// dimensions, values as [KEYS / 2][dim] pairs of neighbouring keys.
+#pragma once
+#include "attention_tile.h"
+
+#if ES_DPBF16
+namespace es {
+
+// 16 rows of 16 dwords -> 16 columns.
+inline void transpose16(__m512i (&r)[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {  // r[4 g + i] holds column 4 lane + i of rows 4 g .. 4 g + 3
+        const __m512i a = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), b = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+        const __m512i c = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+        const __m512i d = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+        t[i] = _mm512_shuffle_i32x4(a, c, 0x88);
+        t[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
+        t[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
+        t[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
+    }
+    for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
+class PairTile {
+  public:
+    using Elem = uint16_t;
+    using Query = uint16_t;
+    using Weight = uint16_t;
+
+    PairTile(Carver& carve, int dim)
+        : k_(carve.take<uint32_t>((size_t)KEYS * dim / 2)), v_(carve.take<uint32_t>((size_t)KEYS * dim / 2)) {}
+
+    // Weights meet the values in bf16; their sum is taken of the rounded ones, so that they still add up to one.
+    static vf put_weight(uint16_t* to, vf w) {
+        const vh rounded = to_bf16(w);
+        store(to, rounded);
+        return from_bf16(rounded);
+    }
+
+    void pack(const Elem* const* k, const Elem* const* v, int n, int dim) {
+        const int pairs = dim / 2;
+        for (int g = 0; g < KEYS; g += 16)
+            for (int c = 0; c < pairs; c += 16) pack_keys(k, g, n, c, pairs);
+        for (int j = 0; j < KEYS; j += 2) pack_values(j < n ? v[j] : nullptr, j + 1 < n ? v[j + 1] : nullptr, j, dim);
+    }
+
+    template <int ROWS>
+    void scores(const Query* const* q, int dim, float* out) const {
+        __m512 s[ROWS][VECS];
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < VECS; i++) s[r][i] = _mm512_setzero_ps();
+        for (int d = 0; d < dim / 2; d++) {
+            __m512bh key[VECS];
+            for (int i = 0; i < VECS; i++) key[i] = (__m512bh)_mm512_load_si512(k_ + (size_t)d * KEYS + i * 16);
+            ES_UNROLL_TILE
+            for (int r = 0; r < ROWS; r++) {
+                const __m512bh x = pair_at(q[r] + 2 * d);
+                for (int i = 0; i < VECS; i++) s[r][i] = _mm512_dpbf16_ps(s[r][i], x, key[i]);
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < VECS; i++) store(out + r * KEYS + i * 16, s[r][i]);
+    }
+
+    template <int ROWS>
+    void add_values(const Weight* w, const float* factor, int low, int high, int dim, float* sums) const {
+        int c = 0;
+        for (; c + VECS * VW <= dim; c += VECS * VW) add_chunk<ROWS, VECS>(w, factor, low, high, dim, c, sums);
+        for (; c < dim; c += VW) add_chunk<ROWS, 1>(w, factor, low, high, dim, c, sums);
+    }
+
+  private:
+    static __m512bh pair_at(const uint16_t* p) {
+        int32_t pair;
+        memcpy(&pair, p, 4);
+        return (__m512bh)_mm512_set1_epi32(pair);
+    }
+
+    void pack_keys(const Elem* const* k, int g, int n, int c, int pairs) {
+        __m512i r[16];
+        const int count = pairs - c < 16 ? pairs - c : 16;
+        const __mmask16 mask = (__mmask16)((1u << count) - 1);
+        for (int j = 0; j < 16; j++)
+            r[j] = g + j < n ? _mm512_maskz_loadu_epi32(mask, k[g + j] + 2 * c) : _mm512_setzero_si512();
+        transpose16(r);
+        for (int j = 0; j < count; j++) _mm512_store_si512(k_ + (size_t)(c + j) * KEYS + g, r[j]);
+    }
+
+    void pack_values(const Elem* a, const Elem* b, int j, int dim) {
+        uint32_t* to = v_ + (size_t)(j / 2) * dim;
+        for (int i = 0; i < dim; i += 16) {
+            const __m512i lo = a ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + i))) : __m512i{};
+            const __m512i hi = b ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + i))) : __m512i{};
+            _mm512_store_si512(to + i, _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
+        }
+    }
+
+    // Keys low .. high - 1, whole pairs in the middle; at an odd end the other key of the pair is masked out, so that
+    // whatever it holds (a NaN of a later row) cannot reach this row.
+    template <int ROWS, int N>
+    void add_chunk(const Weight* w, const float* factor, int low, int high, int dim, int c, float* sums) const {
+        __m512 s[ROWS][N];
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < N; i++)
+                s[r][i] = _mm512_mul_ps(_mm512_loadu_ps(sums + (size_t)r * dim + c + i * 16), _mm512_set1_ps(factor[r]));
+        if (low % 2) add_pair<ROWS, N>(s, w, low / 2, dim, c, 0xffff0000u);
+        for (int p = (low + 1) / 2; p < high / 2; p++) add_pair<ROWS, N>(s, w, p, dim, c, 0xffffffffu);
+        if (high % 2) add_pair<ROWS, N>(s, w, high / 2, dim, c, 0x0000ffffu);
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < N; i++) _mm512_storeu_ps(sums + (size_t)r * dim + c + i * 16, s[r][i]);
+    }
+
+    template <int ROWS, int N>
+    void add_pair(__m512 (&s)[ROWS][N], const Weight* w, int p, int dim, int c, uint32_t mask) const {
+        __m512bh value[N];
+        for (int i = 0; i < N; i++) {
+            __m512i v = _mm512_load_si512(v_ + (size_t)p * dim + c + i * 16);
+            if (mask != 0xffffffffu) v = _mm512_and_si512(v, _mm512_set1_epi32((int32_t)mask));
+            value[i] = (__m512bh)v;
+        }
+        ES_UNROLL_TILE
+        for (int r = 0; r < ROWS; r++) {
+            const __m512bh x = pair_at(w + r * KEYS + 2 * p);
+            for (int i = 0; i < N; i++) s[r][i] = _mm512_dpbf16_ps(s[r][i], x, value[i]);
+        }
+    }
+
+    uint32_t *k_, *v_;
+};
+
+}  // namespace es
+#endif

@@ -1,0 +1,118 @@
+// One block of KEYS keys and values of one kv head, packed once and used by all rows that see it.
+#pragma once
+#include "attention.h"
+#include "memory.h"
+
+namespace es {
+
+#if defined(__clang__)
+#define ES_UNROLL_TILE _Pragma("unroll")
+#else
+#define ES_UNROLL_TILE _Pragma("GCC unroll 16")
+#endif
+
+constexpr int TILE_ROWS = ES_AVX512 ? 6 : 2;  // rows of a register tile
+constexpr int VECS = 4;                       // vectors of a register tile
+
+// One row's step of the online softmax over a block. score [KEYS]; keys outside [low, high) get weight 0. Writes the
+// weights exp(score - max), updates the row's maximum and sum; returns the factor for what was summed before.
+template <class Tile>
+inline float softmax_step(float* score, float scale, int low, int high, float& max_score, vf& sum,
+                          typename Tile::Weight* weight) {
+    constexpr int N = KEYS / VW;
+    vf s[N];
+    vf top = splat(-INFINITY);
+    const bool whole = low == 0 && high == KEYS;
+    for (int i = 0; i < N; i++) {
+        s[i] = loadf(score + i * VW) * scale;
+        if (!whole) {
+            vi lane;
+            for (int j = 0; j < VW; j++) lane[j] = i * VW + j;
+            s[i] = (lane >= low) & (lane < high) ? s[i] : splat(-INFINITY);
+        }
+        top = vmax(top, s[i]);
+    }
+    const float before = max_score, now = std::max(before, hmax(top));
+    max_score = now;
+    vf total = {};
+    for (int i = 0; i < N; i++) {
+        vf w = exp2v(s[i] - now);
+        total = total + Tile::put_weight(weight + i * VW, w);
+    }
+    const float factor = exp2v(splat(before - now))[0];
+    sum = vfma(sum, splat(factor), total);
+    return factor;
+}
+
+// Keys and values as float32: for float32 pools, and for bf16 pools without dot-product hardware.
+template <class E>
+class FloatTile {
+  public:
+    using Elem = E;
+    using Query = float;
+    using Weight = float;
+
+    FloatTile(Carver& carve, int dim) : k_(carve.take<float>((size_t)KEYS * dim)), v_(carve.take<float>((size_t)KEYS * dim)) {}
+
+    static vf put_weight(float* to, vf w) {
+        store(to, w);
+        return w;
+    }
+
+    // k_ [dim][KEYS], v_ [KEYS][dim]; keys from n on are zero.
+    void pack(const Elem* const* k, const Elem* const* v, int n, int dim) {
+        for (int j = 0; j < KEYS; j++)
+            for (int i = 0; i < dim; i += VW) {
+                store(v_ + (size_t)j * dim + i, j < n ? widen(v[j] + i) : vf{});
+                const vf key = j < n ? widen(k[j] + i) : vf{};
+                for (int l = 0; l < VW; l++) k_[(size_t)(i + l) * KEYS + j] = key[l];
+            }
+    }
+
+    template <int ROWS>
+    void scores(const Query* const* q, int dim, float* out) const {
+        for (int c = 0; c < KEYS; c += VECS * VW) {
+            vf s[ROWS][VECS] = {};
+            for (int d = 0; d < dim; d++) {
+                vf key[VECS];
+                for (int i = 0; i < VECS; i++) key[i] = loadf(k_ + (size_t)d * KEYS + c + i * VW);
+                ES_UNROLL_TILE
+                for (int r = 0; r < ROWS; r++)
+                    for (int i = 0; i < VECS; i++) s[r][i] = vfma(splat(q[r][d]), key[i], s[r][i]);
+            }
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < VECS; i++) store(out + r * KEYS + c + i * VW, s[r][i]);
+        }
+    }
+
+    template <int ROWS>
+    void add_values(const Weight* w, const float* factor, int low, int high, int dim, float* sums) const {
+        int c = 0;
+        for (; c + VECS * VW <= dim; c += VECS * VW) add_chunk<ROWS, VECS>(w, factor, low, high, dim, c, sums);
+        for (; c < dim; c += VW) add_chunk<ROWS, 1>(w, factor, low, high, dim, c, sums);
+    }
+
+  private:
+    static vf widen(const float* p) { return loadf(p); }
+    static vf widen(const uint16_t* p) { return load_bf16(p); }
+
+    template <int ROWS, int N>
+    void add_chunk(const Weight* w, const float* factor, int low, int high, int dim, int c, float* sums) const {
+        vf s[ROWS][N];
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < N; i++) s[r][i] = loadf(sums + (size_t)r * dim + c + i * VW) * factor[r];
+        for (int j = low; j < high; j++) {
+            vf value[N];
+            for (int i = 0; i < N; i++) value[i] = loadf(v_ + (size_t)j * dim + c + i * VW);
+            ES_UNROLL_TILE
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < N; i++) s[r][i] = vfma(splat(w[r * KEYS + j]), value[i], s[r][i]);
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < N; i++) store(sums + (size_t)r * dim + c + i * VW, s[r][i]);
+    }
+
+    float *k_, *v_;
+};
+
+}  // namespace es
