@@ -1,0 +1,127 @@
+"""Settings of a training run. An algorithm is a row of `RECIPES`: data, never a branch in the code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from exactspec.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained and how. Rates are per step; losses and weights as in arXiv 2607.05147, sections 3.3 and 5.1.
+
+    `sample_from_anchor`: the anchor row predicts the first draft token (DSpark: gamma rows), or the mask rows do
+    (DFlash: gamma + 1 rows). `loss_decay`: the row that predicts draft token k weighs exp(-(k - 1) / loss_decay).
+    """
+
+    architecture: str  # name in config.json
+    sample_from_anchor: bool
+    markov_rank: int
+    confidence_head: bool
+    ce_weight: float
+    l1_weight: float
+    confidence_weight: float
+    gamma: int = 7
+    num_layers: int = 4
+    target_layer_ids: tuple[int, ...] | None = None  # None: five, spread evenly, never the last
+    loss_decay: float = 4.0
+    num_anchors: int = 64
+    batch_sequences: int = 64
+    batch_tokens: int = 40_960  # longer sequences come in smaller batches
+    max_sequence: int = 1536
+    steps: int = 10_000
+    warmup_steps: int = 100
+    muon_lr: float = 0.03
+    adam_lr: float = 3e-3
+    markov_lr_scale: float = 4.0
+    clip: float = 1.0
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of one draft block, the anchor's row included."""
+        return self.gamma if self.sample_from_anchor else self.gamma + 1
+
+
+RECIPES: dict[str, Recipe] = {
+    "dspark": Recipe("Qwen3DSparkModel", True, 64, True, ce_weight=0.1, l1_weight=0.9, confidence_weight=1.0),
+    "dflash": Recipe("DFlashDraftModel", False, 0, False, ce_weight=1.0, l1_weight=0.0, confidence_weight=0.0),
+}
+
+
+def recipe_for(algorithm: str, **changes: object) -> Recipe:
+    """The algorithm's recipe with some fields changed. Raises ConfigError for an unknown name or field."""
+    if algorithm not in RECIPES:
+        raise ConfigError(f"algorithm: {algorithm!r} is not one of {', '.join(RECIPES)}")
+    known = {f.name for f in fields(Recipe)}
+    for name in changes:
+        if name not in known:
+            raise ConfigError(f"recipe: {name!r} is not a setting; the settings are {', '.join(sorted(known))}")
+    return replace(RECIPES[algorithm], **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Where prompts come from and how the target answers them.
+
+    `prompts`: a JSON-lines file ({"turns": [text, ...]}, {"prompt": text} or {"messages": [...]} a line; first turn
+    only); None: the target writes them itself and templates add to them. `exclude`: files of the same form whose
+    prompts must stay unseen: a training prompt that shares `exclude_words` words in a row with one is dropped.
+    `temperatures`: (share, temperature) of the answers.
+    """
+
+    prompts: Path | None = None
+    exclude: tuple[Path, ...] = ()
+    exclude_words: int = 8
+    num_self_prompts: int = 60_000
+    num_template_prompts: int = 60_000
+    num_long_prompts: int = 25_000
+    max_prompt: int = 1400
+    max_answer: int = 320
+    temperatures: tuple[tuple[float, float], ...] = ((0.5, 1.0), (0.2, 0.7), (0.3, 0.0))
+    heldout_share: float = 0.01
+    slots: int = 4096  # sequences generated side by side, of up to slot_tokens tokens
+    slot_tokens: int = 576
+    memory_tokens: int = 2_359_296  # slots x tokens of the K/V cache of generation
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """One call of `exactspec train`."""
+
+    target: str
+    algorithm: str
+    out: Path
+    recipe: Recipe
+    data: DataOptions = field(default_factory=DataOptions)
+    data_folder: Path | None = None  # default: out / "data"; may be shared by several runs
+    device: str = "auto"
+    seed: int = 0
+    mask_token_id: int | None = None  # None: a spare special token
+    resume: bool = True
+    log_every: int = 20
+    heldout_every: int = 1000
+    checkpoint_every: int = 1000
+    max_seconds: float | None = None  # stop early (the rate reaches zero by then), counted from the first step
+
+    @property
+    def data_path(self) -> Path:
+        return self.data_folder or self.out / "data"
+
+
+def make_options(target: str, algorithm: str, out: str | Path, **settings: object) -> TrainOptions:
+    """Options from flat settings: names of Recipe and DataOptions fields go where they belong."""
+    data_names = {f.name for f in fields(DataOptions)}
+    run_names = {f.name for f in fields(TrainOptions)} - {"target", "algorithm", "out", "recipe", "data"}
+    data = {name: value for name, value in settings.items() if name in data_names}
+    run = {name: value for name, value in settings.items() if name in run_names}
+    recipe = {name: value for name, value in settings.items() if name not in data and name not in run}
+    return TrainOptions(
+        target=target,
+        algorithm=algorithm,
+        out=Path(out),
+        recipe=recipe_for(algorithm, **recipe),
+        data=DataOptions(**data),  # type: ignore[arg-type]
+        **run,  # type: ignore[arg-type]
+    )

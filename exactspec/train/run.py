@@ -1,0 +1,184 @@
+"""`exactspec train`: from a target alone to a draft checkpoint that serving loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import exactspec
+from exactspec.draft.checkpoint import TargetFacts, check_fit, save_block_model
+from exactspec.draft.config import parse_draft_config
+from exactspec.errors import ConfigError, DeviceError
+from exactspec.model.weights import LoadedTarget
+from exactspec.train.data import build_shard, describe, load_shards, split_heldout
+from exactspec.train.frozen import FrozenTarget
+from exactspec.train.new_draft import draft_config, new_block_model
+from exactspec.train.options import TrainOptions
+from exactspec.train.ranks import Ranks, join_ranks
+from exactspec.train.saving import write_json
+from exactspec.train.trainer import Report, Trainer
+
+log = logging.getLogger(__name__)
+
+
+def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Report | None = None) -> dict[str, Any]:
+    """Makes the data (unless it is there), trains (or resumes) and writes the checkpoint to options.out.
+
+    Returns the last metrics, with "interrupted" true after Ctrl-C (run again to go on). `loaded` skips loading;
+    `report` is called with each metrics line. Raises ConfigError, CheckpointError or TrainingError.
+    """
+    device = pick_device(options.device)
+    ranks = join_ranks(device)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if loaded is None:
+        from exactspec.model.loader import load_target
+
+        loaded = load_target(options.target, device="cpu")
+    target = FrozenTarget(loaded, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    config = draft_config(loaded, options.recipe, options.mask_token_id)
+    _check_config(config, loaded)
+    build_shard(loaded, target, options.data, options.seed, options.data_path, ranks.rank, ranks.world_size)
+    ranks.barrier()
+    num_shards = count_shards(options.data_path) or ranks.world_size
+    sequences = load_shards(options.data_path, num_shards)
+    if int(sequences.tokens.max()) >= loaded.config.vocab_size:
+        raise ConfigError(
+            f"data_folder: {options.data_path} holds token {int(sequences.tokens.max())}, but the target's vocabulary "
+            f"has {loaded.config.vocab_size} rows: it was made with another target"
+        )
+    training, heldout = split_heldout(len(sequences), options.data.heldout_share, options.seed)
+    model = new_block_model(config, loaded.weights.embed, options.seed)
+    facts = run_facts(options, config, sequences.digest(), ranks)
+    trainer = Trainer(
+        options,
+        target,
+        model,
+        sequences.subset(training),
+        sequences.subset(heldout),
+        ranks,
+        facts,
+        report or log_report,
+    )
+    log.info("training on %d sequences, %d answer tokens", len(training), sequences.num_answer_tokens)
+    metrics = trainer.run()
+    if ranks.is_first:
+        _publish(options, trainer, config, facts, describe(options.data_path, num_shards), metrics)
+    ranks.barrier()
+    return {**metrics, "interrupted": trainer.interrupted}
+
+
+def count_shards(folder: Path) -> int:
+    """How many shards the data folder is made of (0: none yet), by the names of its files."""
+    counts = {int(path.stem.rsplit("-", 1)[1]) for path in folder.glob("sequences-*-of-*.safetensors")}
+    return max(counts, default=0)
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto": CUDA where there is one. On CUDA the local rank picks the card."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise DeviceError("device: cuda is asked for, but torch sees no CUDA device")
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        return device
+    return torch.device(name)
+
+
+def _check_config(config: dict[str, Any], loaded: LoadedTarget) -> None:
+    if loaded.tokenizer.vocab_size > loaded.config.vocab_size:
+        raise ConfigError(
+            f"target: the tokenizer knows {loaded.tokenizer.vocab_size} tokens, the embedding has "
+            f"{loaded.config.vocab_size} rows: they do not belong together"
+        )
+    facts = TargetFacts(loaded.config.hidden_size, loaded.config.num_layers, loaded.config.vocab_size, loaded.eos_ids)
+    check_fit(parse_draft_config(config, "the new draft's config"), facts, "the new draft's config")
+
+
+def run_facts(options: TrainOptions, config: dict[str, Any], data_hash: str, ranks: Ranks) -> dict[str, Any]:
+    """What decides the result of a run; a resume needs it unchanged."""
+    return {
+        "recipe": json.loads(json.dumps(dataclasses.asdict(options.recipe))),
+        "config": json.loads(json.dumps(config)),
+        "seed": options.seed,
+        "data_sha256": data_hash,
+        "world_size": ranks.world_size,
+    }
+
+
+def _publish(
+    options: TrainOptions,
+    trainer: Trainer,
+    config: dict[str, Any],
+    facts: dict[str, Any],
+    data: list[dict[str, Any]],
+    metrics: dict[str, Any],
+) -> None:
+    """The served checkpoint, its provenance and the plot."""
+    try:
+        save_block_model(trainer.model, options.out, config, torch.bfloat16)
+    except OSError as error:
+        raise ConfigError(
+            f"{options.out}: the draft cannot be written ({error}); the training state is kept"
+        ) from error
+    write_json(
+        options.out / "provenance.json",
+        {
+            "command": sys.argv,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "exactspec": getattr(exactspec, "__version__", "unknown"),
+            "commit": _commit(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name() if trainer.device.type == "cuda" else platform.processor(),
+            "target": options.target,
+            "algorithm": options.algorithm,
+            "data": data,
+            "data_options": json.loads(json.dumps(dataclasses.asdict(options.data), default=str)),
+            "step": trainer.progress.step,
+            "seconds": round(trainer.progress.seconds, 1),
+            "metrics": metrics,
+            **facts,
+        },
+    )
+    from exactspec.train.plot import plot_metrics
+
+    plot_metrics(options.out / "metrics.jsonl", options.out / "training.png")
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def log_report(metrics: dict[str, Any]) -> None:
+    """The default report: one line of log."""
+    if "loss" not in metrics:
+        log.info("step %d  %s", metrics["step"], {k: v for k, v in metrics.items() if k != "step"})
+        return
+    log.info(
+        "step %d  loss %.4f  tau %.2f (T=1) %.2f (T=0)  %.0f tokens/s  %.0f s left",
+        metrics["step"], metrics["loss"], metrics["tau_t1"], metrics["tau_t0"], metrics["tokens_per_second"],
+        metrics["seconds_left"],
+    )  # fmt: skip
