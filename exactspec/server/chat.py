@@ -1,0 +1,160 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from exactspec.errors import RequestError
+from exactspec.server import native, openai
+from exactspec.server.errors import OPENAI_NAMES, bad_request, from_request_error
+from exactspec.server.formatting import chat_logprobs
+from exactspec.server.generation import Generation, Prompt, Sample
+from exactspec.server.params import LogprobPlan, openai_params
+from exactspec.server.protocol import ChatBody, ChatMessage, parse_body
+from exactspec.server.state import Server, json_response, server_of, unless_gone
+from exactspec.types import TokenLogprob
+
+ROLES = ("system", "user", "assistant", "tool", "developer")
+MAX_TOP_LOGPROBS = 20
+
+
+async def chat_completions(request: Request) -> Response:
+    openai.check_content_type(request)
+    server = server_of(request)
+    body = parse_body(ChatBody, await request.body())
+    answer_id = openai.new_id("chatcmpl", body)
+    generation = server.generation([await _parse(body, server, answer_id)], OPENAI_NAMES)
+    if body.stream:
+        chunks = _chunks(server, body, answer_id, generation)
+        return await openai.stream_response(server, body, generation, chunks)
+    samples = await unless_gone(request, generation.run())
+    result = openai.head("chat.completion", answer_id, body, server)
+    result |= {
+        "choices": [_choice(server, body, sample) for sample in samples],
+        "usage": openai.usage(server, samples),
+        "metadata": {"weight_version": "default"},
+    }
+    if body.logprobs:
+        result["metadata"]["logprobs_kind"] = samples[0].params.logprobs_kind
+    return json_response(result)
+
+
+async def _parse(body: ChatBody, server: Server, answer_id: str) -> Prompt:
+    server.check_available()
+    openai.refuse_unsupported(body, ["tools"])
+    if body.stream:
+        for name in ("return_meta_info", "return_prompt_token_ids", "return_token_ids"):
+            if getattr(body, name):
+                raise bad_request(name, "is not available with streaming")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise bad_request("tool_choice", "is not supported")
+    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise bad_request("max_tokens", f"must be at least 1, got {max_tokens}")
+    plan = _plan(body)
+    defaults = server.client.info.get("generation_defaults") or {}
+    params = openai_params(body.model_dump(), max_tokens, defaults, plan, server.options)
+    token_ids = await _prompt_ids(body, server)
+    return openai.make_prompt(body, token_ids, params, answer_id)
+
+
+def _plan(body: ChatBody) -> LogprobPlan:
+    kind = body.logprobs_kind or "raw"
+    if body.top_logprobs is not None:
+        if not body.logprobs:
+            raise bad_request("top_logprobs", "needs logprobs: true")
+        if not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+            raise bad_request("top_logprobs", f"must be in 0..{MAX_TOP_LOGPROBS}, got {body.top_logprobs}")
+    return LogprobPlan(body.top_logprobs or 0 if body.logprobs else None, kind=kind)
+
+
+async def _prompt_ids(body: ChatBody, server: Server) -> list[int]:
+    if body.input_ids is not None:
+        return body.input_ids
+    if not body.messages:
+        raise bad_request("messages", "is empty; at least one message is needed")
+    messages = [_message(number, message) for number, message in enumerate(body.messages)]
+    arguments = dict(body.chat_template_kwargs or {})
+    if body.continue_final_message:
+        arguments["continue_final_message"] = True
+    for name in ("tokenize", "return_tensors", "return_dict"):
+        arguments.pop(name, None)
+    try:
+        return await asyncio.to_thread(
+            server.tokenizer.apply_chat_template,
+            messages,
+            arguments.pop("add_generation_prompt", not body.continue_final_message),
+            **arguments,
+        )
+    except RequestError as error:
+        raise from_request_error(error, OPENAI_NAMES) from None
+    except TypeError as error:
+        raise bad_request("chat_template_kwargs", str(error)) from None
+
+
+def _message(number: int, message: ChatMessage) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise bad_request("messages", f"message {number} has the role {message.role!r}; known: {', '.join(ROLES)}")
+    content = message.content
+    if isinstance(content, list):
+        for part in content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise bad_request("messages", f"message {number}: only text parts are supported")
+        content = "".join(part["text"] for part in content)
+    return {**message.model_dump(exclude_none=True), "content": content or ""}
+
+
+def _logprobs(server: Server, body: ChatBody, entries: list[TokenLogprob] | None) -> dict[str, Any] | None:
+    return chat_logprobs(entries or [], server.texts) if body.logprobs else None
+
+
+def _choice(server: Server, body: ChatBody, sample: Sample) -> dict[str, Any]:
+    choice = {
+        "index": sample.sample_index,
+        "message": {"role": "assistant", "content": sample.text, "reasoning_content": None},
+        "logprobs": _logprobs(server, body, sample.logprobs),
+        **openai.ending(sample),
+        **openai.extras(body, sample),
+    }
+    if body.return_meta_info:
+        job = native.Job(native.GenerateBody.model_validate({}), [], [native.Wants()], True, 1)
+        choice["meta_info"] = native.answer(server, job, sample)["meta_info"]
+    if body.return_prompt_token_ids:
+        choice["prompt_token_ids"] = list(sample.prompt_ids)
+    return choice
+
+
+async def _chunks(
+    server: Server, body: ChatBody, answer_id: str, generation: Generation
+) -> AsyncIterator[dict[str, Any]]:
+    """Per choice: the role, the content, and a last chunk of its own with the finish."""
+    shell = openai.head("chat.completion.chunk", answer_id, body, server)
+    begun: set[Sample] = set()
+
+    def chunk(sample: Sample, delta: dict[str, Any], logprobs: Any = None, **more: Any) -> dict[str, Any]:
+        nothing = {"finish_reason": None, "matched_stop": None}
+        return shell | {
+            "choices": [{"index": sample.sample_index, "delta": delta, "logprobs": logprobs, **nothing, **more}]
+        }
+
+    async for sample, step in generation.deltas():
+        if sample not in begun:
+            begun.add(sample)
+            yield chunk(sample, {"role": "assistant", "content": "", "reasoning_content": None})
+        if step.text or (body.logprobs and step.output.token_ids):
+            more = {}
+            if body.return_token_sources:
+                more["token_sources"] = [str(source) for source in step.output.sources]
+            delta = {"content": step.text, "reasoning_content": None}
+            yield chunk(sample, delta, _logprobs(server, body, step.output.logprobs), **more)
+        if sample.finish is not None:
+            yield chunk(sample, {}, None, **openai.ending(sample), **_hidden_extra(body, sample))
+
+
+def _hidden_extra(body: ChatBody, sample: Sample) -> dict[str, Any]:
+    return {k: v for k, v in openai.extras(body, sample).items() if k == "hidden_states"}

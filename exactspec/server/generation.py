@@ -1,0 +1,187 @@
+"""Requests in flight: one HTTP request is one or more samples, each a request to the engine and a text stream."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from exactspec.engine.admission import Limits, check_request
+from exactspec.errors import RequestError
+from exactspec.sampling.seeds import fresh_seed, sample_seed
+from exactspec.server import messages as m
+from exactspec.server.engine_client import EngineClient, Event
+from exactspec.server.errors import ApiError, from_request_error
+from exactspec.server.metrics import Metrics
+from exactspec.text.stream import TextStream
+from exactspec.types import FinishReason, Request, RequestStats, SamplingParams, StepOutput, TokenLogprob, TokenSource
+
+_numbers = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to a sample."""
+
+    text: str
+    first_token: int  # index of the first new token
+    output: StepOutput
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One answer on its way, gathering what the steps bring."""
+
+    request: Request
+    rid: str  # as the client knows it
+    prompt_index: int
+    sample_index: int
+    stream: TextStream
+    return_hidden: Any = False  # False, True or "last"
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    sources: list[TokenSource] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    hidden: list[list[float]] = field(default_factory=list)
+    prompt_hidden: list[list[float]] = field(default_factory=list)
+    mask: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    next_token: TokenLogprob | None = None
+    finish: FinishReason | None = None
+    stats: RequestStats = field(default_factory=RequestStats)
+    started: float = field(default_factory=time.perf_counter)
+    last_token_at: float | None = None
+    ended: float | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return self.request.prompt_ids
+
+    @property
+    def text(self) -> str:
+        return self.stream.text
+
+    def take(self, output: StepOutput) -> Delta:
+        first = len(self.token_ids)
+        self.token_ids += output.token_ids
+        self.sources += output.sources
+        self.logprobs += output.logprobs or []
+        self.hidden += output.hidden_states or []  # type: ignore[arg-type]
+        self.mask += output.sampling_mask or []
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.prompt_hidden is not None:
+            self.prompt_hidden = output.prompt_hidden  # type: ignore[assignment]
+        if output.next_token is not None:
+            self.next_token = output.next_token
+        self.stats = output.stats
+        now = time.perf_counter()
+        if output.token_ids:
+            self.last_token_at = now
+        if output.finish is not None:
+            self.finish, self.ended = output.finish, now
+        return Delta(self.stream.append(output.token_ids, output.finish), first, output)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt and how to continue it."""
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    rid: str | None = None
+    namespace: str = ""
+    priority: int = 0
+    return_hidden: Any = False
+    sampling_mask: str | None = None
+
+
+class Generation:
+    """All samples of one HTTP request, in the order prompt, sample."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        names: dict[str, str],
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.client = client
+        self.names = names
+        self.metrics = metrics
+        self.samples: list[Sample] = []
+        self._queue: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
+        limits = Limits(**client.info["limits"]) if client.info else None
+        for prompt_index, prompt in enumerate(prompts):
+            seed = prompt.params.seed if prompt.params.seed is not None else fresh_seed()
+            for sample_index in range(prompt.params.n):
+                self.samples.append(self._sample(tokenizer, prompt, prompt_index, sample_index, seed, limits))
+
+    def _sample(
+        self, tokenizer: Any, prompt: Prompt, prompt_index: int, index: int, seed: int, limits: Limits | None
+    ) -> Sample:
+        rid = prompt.rid or uuid.uuid4().hex
+        if prompt.params.n > 1:
+            rid = f"{rid}_{index}"
+        request = Request(
+            request_id=f"{rid}#{next(_numbers)}",  # clients may repeat their ids
+            prompt_ids=tuple(prompt.token_ids),
+            params=prompt.params,
+            seed=sample_seed(seed, index),
+            priority=prompt.priority,
+            cache_namespace=prompt.namespace,
+            return_hidden_states=bool(prompt.return_hidden),
+            sampling_mask=prompt.sampling_mask,  # type: ignore[arg-type]
+        )
+        if limits is not None:
+            try:
+                check_request(request, limits)
+            except RequestError as error:
+                raise from_request_error(error, self.names) from None
+        stream = TextStream(tokenizer, prompt.params)
+        return Sample(request, rid, prompt_index, index, stream, prompt.return_hidden)
+
+    async def deltas(self) -> AsyncIterator[tuple[Sample, Delta]]:
+        """Runs the samples; yields what each step adds, interleaved, until all have ended.
+
+        Raises ApiError when any sample is refused or lost. Leaving early (also by cancellation) aborts the rest.
+        """
+        pending = {sample.request.request_id: sample for sample in self.samples}
+        try:
+            for sample in self.samples:
+                self.client.submit(sample.request, self._queue)
+            while pending:
+                request_id, event = await self._queue.get()
+                sample = pending[request_id]
+                if isinstance(event, ApiError):
+                    raise event
+                if isinstance(event, m.Refused):
+                    raise self._refusal(event)
+                before = sample.last_token_at
+                delta = sample.take(event)
+                if self.metrics is not None:
+                    self.metrics.observe(sample, len(event.token_ids), before, time.perf_counter())
+                if event.finish is not None:
+                    del pending[request_id]
+                yield sample, delta
+        finally:
+            self.client.abort(pending, silent=True)
+
+    def _refusal(self, event: m.Refused) -> ApiError:
+        if event.status != 400:
+            return ApiError(event.status, event.reason, retry_after=1)
+        return from_request_error(RequestError(event.field, event.reason), self.names)
+
+    async def run(self) -> list[Sample]:
+        """All samples, finished."""
+        async for _ in self.deltas():
+            pass
+        return self.samples

@@ -1,0 +1,124 @@
+"""`exactspec serve`: the HTTP process with its engine process, from start to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import uvicorn
+
+from exactspec.errors import ConfigError
+from exactspec.server.app import make_app
+from exactspec.server.engine_client import EngineClient
+from exactspec.server.metrics import Metrics
+from exactspec.server.options import ServeOptions, parse
+from exactspec.server.state import Server
+
+log = logging.getLogger("exactspec.server")
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer alone, without the weights."""
+    from exactspec.model import loader
+
+    return loader.load_tokenizer(model)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are ours: the first one drains, the second one ends at once."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def serve(options: ServeOptions) -> int:
+    """Serves until SIGTERM or SIGINT. Returns the exit status."""
+    level = options.log_level.upper()
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise ConfigError(f"log_level: must be debug, info, warning or error, got {options.log_level!r}")
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    return asyncio.run(_serve(options))
+
+
+async def _serve(options: ServeOptions) -> int:
+    client = EngineClient(options.engine_settings(), factory=options.factory, max_restarts=options.max_restarts)
+    server = Server(options, client, Metrics(lambda: client.stats))
+    config = uvicorn.Config(
+        make_app(server), host=options.host, port=options.port, log_level="warning", access_log=False,
+        timeout_keep_alive=75, backlog=4096, lifespan="off", ws="none",
+    )  # fmt: skip
+    web = _Uvicorn(config)
+    client.start()
+    log.info("loading %s%s", options.model_path, f" with the draft {options.draft_name}" if options.draft_name else "")
+    starting = asyncio.create_task(_start(server))
+    stop_asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, server, web, stop_asked)
+    draining = asyncio.create_task(_drain(server, web, stop_asked))
+    try:
+        await web.serve()
+    finally:
+        for task in (starting, draining):
+            task.cancel()
+        await client.stop()
+    return 0 if client.failure == "" else 3
+
+
+async def _start(server: Server) -> None:
+    """The tokenizer loads beside the engine; the port already answers, with 503."""
+    started = time.perf_counter()
+    options = server.options
+    try:
+        module, function = options.tokenizer_factory.split(":")
+        make = getattr(importlib.import_module(module), function)
+        server.set_tokenizer(await asyncio.to_thread(make, options.model_path))
+    except Exception as error:
+        server.client.failure = f"no tokenizer: {error}"
+        log.exception("the tokenizer cannot be loaded")
+        server.client.status = "dead"
+        return
+    if await server.client.wait_ready():
+        log.info(
+            "ready after %.1f s: %s on http://%s:%d (context %s, K/V pool %s tokens)",
+            time.perf_counter() - started, options.model_name, options.host, options.port,
+            server.client.info.get("context_length"), server.client.info["limits"].get("pool_tokens"),
+        )  # fmt: skip
+    else:
+        log.error("cannot start: %s", server.client.failure)
+
+
+def _on_signal(server: Server, web: uvicorn.Server, stop_asked: asyncio.Event) -> None:
+    if server.draining:
+        web.force_exit = True
+    server.draining = True
+    stop_asked.set()
+
+
+async def _drain(server: Server, web: uvicorn.Server, stop_asked: asyncio.Event) -> None:
+    """After the first signal: no new requests; those in flight may finish."""
+    await stop_asked.wait()
+    log.info("stopping: %d requests in flight", server.in_flight)
+    deadline = time.monotonic() + server.options.drain_timeout
+    while server.in_flight and time.monotonic() < deadline and not web.force_exit:
+        await asyncio.sleep(0.05)
+    server.client.abort(server.client.active(), "the server is stopping")
+    await asyncio.sleep(0.05)
+    web.should_exit = True
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parses an SGLang-style command line and serves."""
+    return serve(parse(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

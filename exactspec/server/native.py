@@ -1,0 +1,348 @@
+"""POST /generate: SGLang's own API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from exactspec.server import formatting as f
+from exactspec.server.errors import NATIVE_NAMES, ApiError, bad_request, native_event
+from exactspec.server.generation import Generation, Prompt, Sample
+from exactspec.server.params import LogprobPlan, native_params
+from exactspec.server.protocol import GenerateBody, SchemaError, parse_body
+from exactspec.server.state import DONE, Server, event_stream, json_response, server_of, sse, unless_gone
+
+REFUSED_IF_SET = (
+    "input_embeds", "lora_path", "custom_logit_processor", "image_data", "video_data", "audio_data", "session_params",
+    "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64",
+    "return_flat_raw_output_top_logprobs_b64",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Wants:
+    """What an answer has to hold, per prompt."""
+
+    logprobs: bool = False
+    top: int = 0
+    token_ids: tuple[int, ...] = ()
+    start: int = -1
+    mask_mode: str | None = None
+    hidden: Any = False
+
+
+@dataclass(slots=True)
+class Job:
+    """A parsed /generate body."""
+
+    body: GenerateBody
+    prompts: list[Prompt]
+    wants: list[Wants]
+    single: bool
+    interval: int
+
+
+async def generate(request: Request) -> Response:
+    server = server_of(request)
+    body = parse_body(GenerateBody, await request.body())
+    if body.stream:
+        _check_schema_parts(body, server)
+        return event_stream(_events(server, body))
+    job = await _parse(body, server)
+    generation = server.generation(job.prompts, NATIVE_NAMES)
+    samples = await unless_gone(request, generation.run())
+    answers = [answer(server, job, sample) for sample in samples]
+    return json_response(answers[0] if job.single else answers)
+
+
+# ---- the body ----------------------------------------------------------------------------------------
+
+
+async def _parse(body: GenerateBody, server: Server) -> Job:
+    server.check_available()
+    for name in REFUSED_IF_SET:
+        if getattr(body, name):
+            raise bad_request(name, "is not supported")
+    field, prompts = _prompts(body)
+    single = isinstance(body.text if field == "text" else (body.input_ids or [0])[0], str | int)
+    count = len(prompts)
+    params = _sampling_params(body, count)
+    samples = {p.get("n") or 1 for p in params}
+    if len(samples) > 1:
+        raise bad_request("n", "must be the same for all prompts of a batch")
+    wants = _wants(body, count, many=samples != {1})
+    intervals = [p.get("stream_interval") or server.options.stream_interval for p in params]
+    rids = _rids(body, count)
+    spaces = [_each(body.extra_key, count, "extra_key"), _each(body.cache_salt, count, "cache_salt")]
+    jobs = []
+    for i, prompt in enumerate(prompts):
+        token_ids = await server.encode(prompt) if isinstance(prompt, str) else prompt
+        if not token_ids:
+            raise bad_request(field, "is empty; at least one token is needed")
+        jobs.append(
+            Prompt(
+                token_ids=token_ids,
+                params=native_params(params[i], _plan(body, wants[i]), server.options),
+                rid=rids[i],
+                namespace="|".join(space[i] or "" for space in spaces).strip("|"),
+                priority=body.priority or 0,
+                return_hidden=wants[i].hidden,
+                sampling_mask=wants[i].mask_mode,
+            )
+        )
+    return Job(body, jobs, wants, single and samples == {1}, min(intervals))
+
+
+def _prompts(body: GenerateBody) -> tuple[str, list[Any]]:
+    """(field, prompts): input_ids go before text, as they are."""
+    if body.input_ids is not None:
+        ids = body.input_ids
+        if not ids:
+            raise bad_request("input_ids", "is empty")
+        return "input_ids", [ids] if isinstance(ids[0], int) else list(ids)
+    if body.text is None:
+        raise bad_request("text", "either text or input_ids is needed")
+    if not body.text:
+        raise bad_request("text", "is empty")
+    return "text", [body.text] if isinstance(body.text, str) else list(body.text)
+
+
+def _sampling_params(body: GenerateBody, count: int) -> list[dict[str, Any]]:
+    params = body.sampling_params
+    if not isinstance(params, list):
+        return [params or {}] * count
+    if len(params) != count:
+        raise bad_request("sampling_params", f"{len(params)} given for {count} prompts")
+    return params
+
+
+def _each(value: Any, count: int, name: str) -> list[Any]:
+    """One value per prompt: a list is per prompt, anything else is for all."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise bad_request(name, f"{len(value)} given for {count} prompts")
+    return value
+
+
+def _rids(body: GenerateBody, count: int) -> list[str | None]:
+    if body.rid is None or isinstance(body.rid, str):
+        return [body.rid or None] if count == 1 else [f"{body.rid}_{i}" if body.rid else None for i in range(count)]
+    if len(set(body.rid)) != len(body.rid):
+        raise bad_request("rid", "holds duplicates")
+    return _each(body.rid, count, "rid")
+
+
+def _wants(body: GenerateBody, count: int, *, many: bool) -> list[Wants]:
+    lists = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+    for name in lists:
+        if many and isinstance(getattr(body, name), list):
+            raise bad_request(name, "must not be a list with n > 1")
+    flags, starts, tops = (_each(getattr(body, name), count, name) for name in lists)
+    hidden = _each(body.return_hidden_states, count, "return_hidden_states")
+    masks = _each(body.return_sampling_mask, count, "return_sampling_mask")
+    modes = _each(body.sampling_logprobs_mode, count, "sampling_logprobs_mode")
+    asked = _token_ids(body.token_ids_logprob, count, many)
+    result = []
+    for i in range(count):
+        want = Wants(bool(flags[i]), mask_mode=_mask_mode(masks[i], modes[i]), hidden=_hidden(hidden[i]))
+        if want.logprobs:
+            want.start = -1 if starts[i] is None else starts[i]
+            want.top = tops[i] or 0
+            want.token_ids = tuple(asked[i] or ())
+            if want.start < -1:
+                raise bad_request("logprob_start_len", f"must be -1 (none) or a position, got {want.start}")
+        result.append(want)
+    return result
+
+
+def _token_ids(value: Any, count: int, many: bool) -> list[Any]:
+    if not value or not any(isinstance(item, list) for item in value):
+        return [value] * count
+    if many:
+        raise bad_request("token_ids_logprob", "must not be a list of lists with n > 1")
+    return _each(value, count, "token_ids_logprob")
+
+
+def _hidden(value: Any) -> Any:
+    if value in (None, False, True, "last"):
+        return value or False
+    raise bad_request("return_hidden_states", f'must be true, false or "last", got {value!r}')
+
+
+def _mask_mode(wanted: Any, mode: Any) -> str | None:
+    if mode is not None and not wanted:
+        raise bad_request("sampling_logprobs_mode", "needs return_sampling_mask")
+    if mode not in (None, "selected", "support"):
+        raise bad_request("sampling_logprobs_mode", f"must be selected or support, got {mode!r}")
+    return (mode or "selected") if wanted else None
+
+
+def _plan(body: GenerateBody, want: Wants) -> LogprobPlan:
+    kind = body.logprobs_kind or "scaled"
+    if not want.logprobs:
+        return LogprobPlan(kind=kind)
+    scored = want.start >= 0
+    return LogprobPlan(want.top, want.top if scored else None, max(want.start, 0), want.token_ids, kind)
+
+
+def _check_schema_parts(body: GenerateBody, server: Server) -> None:
+    """What a stream still refuses with a status: an unknown key in sampling_params. The rest comes as an event."""
+    params = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params or {}]
+    for item in params:
+        try:
+            native_params(item, LogprobPlan(), server.options)
+        except ApiError as error:
+            if error.bare:
+                raise
+
+
+# ---- the answer --------------------------------------------------------------------------------------
+
+
+def answer(server: Server, job: Job, sample: Sample, *, since: int = 0, text: str | None = None) -> dict[str, Any]:
+    """The answer so far; with `since` and `text`, the piece that begins at that token."""
+    result: dict[str, Any] = {
+        "text": sample.text if text is None else text,
+        "output_ids": sample.token_ids[since:],
+        "meta_info": _meta(server, job, sample, since),
+    }
+    if job.body.return_prompt_token_ids:
+        result["prompt_token_ids"] = list(sample.prompt_ids)
+    return result
+
+
+def _meta(server: Server, job: Job, sample: Sample, since: int) -> dict[str, Any]:
+    want = job.wants[sample.prompt_index]
+    meta: dict[str, Any] = {
+        "id": sample.rid,
+        "finish_reason": finish_object(sample),
+        "prompt_tokens": len(sample.prompt_ids),
+        "weight_version": "default",
+        "num_retractions": sample.stats.num_retracted,
+        "completion_tokens": len(sample.token_ids),
+        "cached_tokens": sample.stats.cached_tokens,
+        "cached_tokens_details": {"device": sample.stats.cached_tokens, "host": 0},
+        "reasoning_tokens": 0,
+        "sampling_seed": sample.request.seed,
+    }
+    if want.logprobs:
+        meta |= _logprob_lists(server, job, sample, want, since)
+    if job.body.return_token_sources:
+        meta["token_sources"] = [str(source) for source in sample.sources[since:]]
+    if want.mask_mode is not None:
+        meta |= _mask_lists(sample, want.mask_mode, since)
+    if sample.finish is not None:
+        meta |= _final(server, sample)
+        if want.hidden:
+            meta["hidden_states"] = hidden_states(sample, last=want.hidden == "last")
+    return meta
+
+
+def finish_object(sample: Sample) -> dict[str, Any] | None:
+    finish = sample.finish
+    if finish is None:
+        return None
+    if finish.kind == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.kind == "length":
+        limit = sample.params.max_new_tokens
+        return {"type": "length", "length": len(sample.token_ids) if limit is None else limit}
+    return {"type": "abort", "message": finish.message or "Aborted", "status_code": None, "err_type": None}
+
+
+def _final(server: Server, sample: Sample) -> dict[str, Any]:
+    """Keys of the last answer only."""
+    now = time.time()
+    result: dict[str, Any] = {
+        "e2e_latency": (sample.ended or time.perf_counter()) - sample.started,
+        "response_sent_to_client_ts": now,
+    }
+    stats, count = sample.stats, len(sample.token_ids)
+    if stats.rounds and server.client.info.get("gamma"):
+        histogram = [0] * (max(stats.accepted_per_round, default=0) + 1)
+        for accepted in stats.accepted_per_round:
+            histogram[accepted] += 1
+        result |= {
+            "spec_verify_ct": stats.rounds,
+            "spec_accept_length": count / stats.rounds,
+            "spec_accept_rate": stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0,
+            "spec_num_correct_drafts": stats.num_accepted,
+            "spec_num_proposed_drafts": stats.num_drafted,
+            "spec_correct_drafts_histogram": histogram,
+        }
+    return result
+
+
+def _logprob_lists(server: Server, job: Job, sample: Sample, want: Wants, since: int) -> dict[str, Any]:
+    texts = server.texts if job.body.return_text_in_logprobs else None
+    shape = {"top": want.top > 0, "chosen": bool(want.token_ids)}
+    lists = f.native_prompt(sample.prompt_logprobs, texts, **shape)
+    output = sample.logprobs[since:]
+    if sample.params.max_new_tokens == 0 and sample.next_token is not None:
+        output = [sample.next_token]  # the token that would have come
+    lists |= f.native_output(output, texts, **shape)
+    lists["logprobs_kind"] = sample.params.logprobs_kind
+    return lists
+
+
+def _mask_lists(sample: Sample, mode: str, since: int) -> dict[str, Any]:
+    rows = list(zip(sample.token_ids[since:], sample.mask[since:], strict=True))
+    masks = [ids for _, (ids, _) in rows]
+    if mode == "support":
+        logprobs: list[Any] = [[f.value(v) for v in values] for _, (_, values) in rows]
+    else:
+        logprobs = [f.value(values[ids.index(token)]) for token, (ids, values) in rows]
+    return {
+        "output_token_sampling_mask": masks,
+        "output_token_sampling_logprobs": logprobs,
+        "output_token_sampling_mask_length": len(masks),
+    }
+
+
+def hidden_states(sample: Sample, *, last: bool) -> list[Any]:
+    """Entry 0 is the prompt's block (its last row produced token 0), then one row for each further token."""
+    if last:
+        rows = sample.hidden or sample.prompt_hidden
+        return rows[-1] if rows else []
+    return [sample.prompt_hidden, *sample.hidden[1:]]
+
+
+# ---- streaming ---------------------------------------------------------------------------------------
+
+
+async def _events(server: Server, body: GenerateBody) -> AsyncIterator[bytes]:
+    """The route has answered 200 before anything is known: errors are events, too."""
+    try:
+        job = await _parse(body, server)
+        generation = server.generation(job.prompts, NATIVE_NAMES)
+        async for event in _pieces(server, job, generation):
+            yield event
+    except SchemaError:
+        raise
+    except ApiError as error:
+        yield sse(native_event(error))
+    yield DONE
+
+
+async def _pieces(server: Server, job: Job, generation: Generation) -> AsyncIterator[bytes]:
+    many = len(generation.samples) > 1 or not job.single
+    index = {sample: number for number, sample in enumerate(generation.samples)}
+    shown = dict.fromkeys(generation.samples, 0)  # tokens in events so far
+    held: dict[Sample, str] = dict.fromkeys(generation.samples, "")  # text of tokens not yet in an event
+    async for sample, delta in generation.deltas():
+        held[sample] += delta.text
+        new = len(sample.token_ids) - shown[sample]
+        if sample.finish is None and (new == 0 or (shown[sample] and new < job.interval)):
+            continue
+        if server.options.incremental_streaming_output:
+            event = answer(server, job, sample, since=shown[sample], text=held[sample])
+        else:
+            event = answer(server, job, sample)
+        shown[sample], held[sample] = len(sample.token_ids), ""
+        yield sse(event | {"index": index[sample]} if many else event)

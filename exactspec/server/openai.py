@@ -1,0 +1,120 @@
+"""What the two OpenAI routes share: body to prompts, usage, finish reasons, streaming frames."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from exactspec.server.errors import ApiError, bad_request, openai_body
+from exactspec.server.generation import Generation, Prompt, Sample
+from exactspec.server.native import hidden_states
+from exactspec.server.protocol import OpenAIBody, SchemaError
+from exactspec.server.state import DONE, Server, event_stream, sse
+from exactspec.types import SamplingParams
+
+
+def check_content_type(request: Request) -> None:
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise SchemaError(400, f"Content-Type: must be application/json, got {kind!r}")
+
+
+def refuse_unsupported(body: OpenAIBody, names: Sequence[str] = ()) -> None:
+    for name in ("lora_path", "custom_logit_processor", "session_params", *names):
+        if getattr(body, name):
+            raise bad_request(name, "is not supported")
+
+
+def make_prompt(body: OpenAIBody, token_ids: Sequence[int], params: SamplingParams, rid: str | None) -> Prompt:
+    space = f"{body.extra_key or ''}|{body.cache_salt or ''}".strip("|")
+    return Prompt(token_ids, params, rid, space, body.priority or 0, bool(body.return_hidden_states))
+
+
+def new_id(prefix: str, body: OpenAIBody) -> str:
+    return body.rid or f"{prefix}-{uuid.uuid4().hex}"
+
+
+def usage(server: Server, samples: Sequence[Sample]) -> dict[str, Any]:
+    """Prompt tokens count once per prompt."""
+    firsts = [sample for sample in samples if sample.sample_index == 0]
+    prompt = sum(len(sample.prompt_ids) for sample in firsts)
+    completion = sum(len(sample.token_ids) for sample in samples)
+    details = None
+    if server.options.enable_cache_report:
+        details = {"cached_tokens": sum(sample.stats.cached_tokens for sample in firsts)}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": details,
+        "reasoning_tokens": 0,
+        "completion_tokens_details": None,
+    }
+
+
+def ending(sample: Sample) -> dict[str, Any]:
+    """finish_reason and matched_stop of a choice; both null while it runs."""
+    finish = sample.finish
+    if finish is None:
+        return {"finish_reason": None, "matched_stop": None}
+    return {"finish_reason": finish.kind, "matched_stop": finish.matched if finish.kind == "stop" else None}
+
+
+def extras(body: OpenAIBody, sample: Sample) -> dict[str, Any]:
+    """Extension fields of a finished choice, where asked for."""
+    result: dict[str, Any] = {}
+    if body.return_hidden_states:
+        # the last row, or nothing when there was only the prompt's block
+        result["hidden_states"] = hidden_states(sample, last=True) if len(sample.token_ids) > 1 else []
+    if body.return_token_ids:
+        result["token_ids"] = sample.token_ids
+        result["prompt_token_ids"] = list(sample.prompt_ids)
+    if body.return_token_sources:
+        result["token_sources"] = [str(source) for source in sample.sources]
+    return result
+
+
+def head(kind: str, answer_id: str, body: OpenAIBody, server: Server) -> dict[str, Any]:
+    model = body.model if body.model is not None else server.options.model_name
+    return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+async def stream_response(
+    server: Server, body: OpenAIBody, generation: Generation, chunks: AsyncIterator[dict[str, Any]]
+) -> Response:
+    """Streams chunks. What goes wrong before the first one is an ordinary HTTP error."""
+    try:
+        first = await anext(chunks)
+    except StopAsyncIteration:
+        first = None
+    return event_stream(_frames(server, body, generation, first, chunks))
+
+
+async def _frames(
+    server: Server,
+    body: OpenAIBody,
+    generation: Generation,
+    first: dict[str, Any] | None,
+    chunks: AsyncIterator[dict[str, Any]],
+) -> AsyncIterator[bytes]:
+    options = body.stream_options
+    each = bool(options and options.continuous_usage_stats)
+    shell: dict[str, Any] = {}
+    try:
+        if first is not None:
+            shell = {key: first[key] for key in ("id", "object", "created", "model")}
+            yield sse(first | {"usage": usage(server, generation.samples) if each else None})
+        async for chunk in chunks:
+            yield sse(chunk | {"usage": usage(server, generation.samples) if each else None})
+        if options and options.include_usage:
+            yield sse(shell | {"choices": [], "usage": usage(server, generation.samples)})
+    except ApiError as error:
+        yield sse({"error": openai_body(error)})
+    finally:
+        await chunks.aclose()  # type: ignore[attr-defined]
+    yield DONE

@@ -1,0 +1,179 @@
+"""Request bodies. Unknown keys are ignored, null means "use the default"; values are checked where they are used."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from exactspec.server.errors import ApiError
+
+IntOrList = int | list[int | None] | None
+BoolOrList = bool | list[bool | None] | None
+StrOrList = str | list[str] | None
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class GenerateBody(Body):
+    """POST /generate."""
+
+    text: str | list[str] | None = Field(None, description="Prompt or prompts; send this or input_ids.")
+    input_ids: list[int] | list[list[int]] | None = Field(None, description="Token prompts, used as they are.")
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    stream: bool | None = False
+    return_logprob: BoolOrList = False
+    logprob_start_len: IntOrList = -1
+    top_logprobs_num: IntOrList = 0
+    token_ids_logprob: list[int] | list[list[int] | None] | None = None
+    return_text_in_logprobs: bool | None = False
+    logprobs_kind: str | None = Field(None, description="raw, scaled (the default here) or processed.")
+    return_hidden_states: bool | str | list[bool | str | None] | None = False
+    return_sampling_mask: BoolOrList = False
+    sampling_logprobs_mode: str | list[str | None] | None = None
+    return_prompt_token_ids: bool | None = False
+    return_token_sources: bool | None = Field(False, description="How each output token came to be.")
+    rid: StrOrList = None
+    priority: int | None = None
+    extra_key: StrOrList = None
+    cache_salt: StrOrList = None
+    session_params: Any = None
+    input_embeds: Any = None
+    lora_path: Any = None
+    custom_logit_processor: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    return_flat_raw_top_logprobs: bool | None = False
+    return_flat_raw_output_top_logprobs: bool | None = False
+    return_flat_raw_top_logprobs_b64: bool | None = False
+    return_flat_raw_output_top_logprobs_b64: bool | None = False
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class OpenAIBody(Body):
+    """Fields that both OpenAI routes share."""
+
+    model: str | None = "default"
+    n: int | None = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: StrOrList = None
+    stop_regex: StrOrList = None
+    stop_token_ids: list[int] | None = None
+    no_stop_trim: bool | None = False
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    logprobs_kind: str | None = Field(None, description="raw (the default here), scaled or processed.")
+    return_hidden_states: bool | None = False
+    return_token_ids: bool | None = False
+    return_token_sources: bool | None = Field(False, description="How each output token came to be.")
+    rid: str | None = None
+    priority: int | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    lora_path: Any = None
+    custom_logit_processor: Any = None
+    session_params: Any = None
+
+
+class CompletionBody(OpenAIBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+    best_of: int | None = None
+    suffix: str | None = None
+    json_schema: str | None = None
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(OpenAIBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = False
+    input_ids: list[int] | None = None
+    return_meta_info: bool | None = False
+    return_prompt_token_ids: bool | None = False
+
+
+class AbortBody(Body):
+    rid: str | None = ""
+    abort_all: bool | None = False
+
+
+class PauseBody(Body):
+    mode: str | None = "abort"
+
+
+class TokenizeBody(Body):
+    prompt: str | list[str] | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = True
+
+
+class DetokenizeBody(Body):
+    tokens: list[int] | list[list[int]]
+    skip_special_tokens: bool | None = True
+
+
+class SchemaError(ApiError):
+    """The body itself is refused: no JSON, a wrong type, a missing key."""
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse_body(kind: type[B], data: bytes) -> B:
+    """Raises SchemaError with the first problems, each naming its key."""
+    try:
+        return kind.model_validate_json(data or b"{}")
+    except pydantic.ValidationError as error:
+        problems = []
+        for item in error.errors(include_url=False, include_input=False)[:4]:
+            where = ".".join(str(part) for part in item["loc"]) or "body"
+            problems.append(f"{where}: {item['msg']}")
+        raise SchemaError(400, "; ".join(problems)) from None
+
+
+def schema_of(kind: type[Body]) -> dict[str, Any]:
+    """The OpenAPI requestBody of a route."""
+    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}/$defs/{{model}}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -1,0 +1,105 @@
+"""What the routes share, and the ways to answer that they have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from exactspec.server.engine_client import EngineClient
+from exactspec.server.errors import ApiError
+from exactspec.server.formatting import TokenTexts
+from exactspec.server.generation import Generation, Prompt
+from exactspec.server.metrics import Metrics
+from exactspec.server.options import ServeOptions
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+_json = msgspec.json.Encoder()
+
+
+@dataclass(eq=False)
+class Server:
+    """One HTTP process."""
+
+    options: ServeOptions
+    client: EngineClient
+    metrics: Metrics
+    tokenizer: Any = None
+    texts: TokenTexts = field(default_factory=lambda: TokenTexts(None))
+    draining: bool = False
+    in_flight: int = 0
+    started: float = field(default_factory=time.time)
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.texts = TokenTexts(tokenizer)
+
+    def check_available(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the server is stopping", retry_after=30)
+        if self.tokenizer is None and self.client.status != "dead":
+            raise ApiError(503, "the server is starting", retry_after=5)
+        self.client.check_available()
+
+    def generation(self, prompts: list[Prompt], names: dict[str, str]) -> Generation:
+        """Checks and prepares all prompts of an HTTP request; nothing runs yet."""
+        total = sum(prompt.params.n for prompt in prompts)
+        if total > self.options.max_batch:
+            raise ApiError(400, f"n: prompts times samples is {total}; at most {self.options.max_batch} are allowed")
+        return Generation(self.client, self.tokenizer, prompts, names, self.metrics)
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) < 20_000:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def server_of(request: Request) -> Server:
+    return request.app.state.server
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(_json.encode(content), status, headers, media_type="application/json")
+
+
+def sse(content: Any) -> bytes:
+    return b"data: " + _json.encode(content) + b"\n\n"
+
+
+def event_stream(events: AsyncIterator[bytes]) -> Response:
+    return StreamingResponse(
+        events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    )
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work`; cancels it when the client disconnects or the request's time is over."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(request))
+    limit = server_of(request).options.request_timeout or None
+    try:
+        await asyncio.wait({task, watcher}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if watcher.done():
+            raise ApiError(499, "the client has gone")
+        raise ApiError(503, f"the request took more than {limit:g} s")
+    finally:
+        for pending in (task, watcher):
+            if not pending.done():
+                pending.cancel()
+                with contextlib.suppress(asyncio.CancelledError, ApiError):
+                    await pending
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
