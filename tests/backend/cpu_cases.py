@@ -139,7 +139,7 @@ def reference_forward(
     spec: StackSpec, layers: list[LayerWeights], ropes: list[RopeTable], x: Tensor, *, start: int = 0,
     context: list[tuple[Tensor, Tensor]] | None = None, kv_dtype: torch.dtype = torch.float32, causal: bool = True,
 ) -> list[Tensor]:  # fmt: skip
-    """One request in plain float32: x [n, H] at positions start.. over `context` K/V per layer. Output of each layer."""
+    """One request in plain float32: x [n, H] at start.. over `context` K/V per layer -> the output of each layer."""
     n, (h, kv, d) = len(x), (spec.num_heads, spec.num_kv_heads, spec.head_dim)
     positions = torch.arange(start, start + n)
     outputs = []
