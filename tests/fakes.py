@@ -51,7 +51,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
     """A two-layer Llama shape over the byte vocabulary; any field of ModelConfig can be changed."""
     fields: dict[str, Any] = {
         "architecture": "LlamaForCausalLM", "vocab_size": TINY_VOCAB, "hidden_size": 32, "intermediate_size": 64,
-        "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rms_eps": 1e-5, "activation": "silu",
+        "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rms_eps": 1e-5, "activation": "silu",
         "max_context": 512, "context_length": 512, "tied": False,
     }  # fmt: skip
     fields.update(changes)
