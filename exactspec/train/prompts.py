@@ -33,8 +33,8 @@ DEFAULT_SYSTEM_SHARE = 0.75  # of prompts: no system message of ours, the templa
 # How a user turn may begin, so that the target's own prompts vary. "" leaves the start to the target.
 STARTS = (
     "", "", "", "", "Write a", "Write a Python function", "Write a program that", "Create a", "Explain", "How do I",
-    "How can", "What is", "What are the", "Why does", "I have a", "I want to", "I need help with", "Given", "Given the "
-    "following", "Solve", "Solve the equation", "Calculate", "Find the", "Let $", "If $", "A", "In a", "Suppose", "Compare",
+    "How can", "What is", "What are the", "Why does", "I have a", "I want to", "I need help with", "Given",
+    "Given the following", "Solve", "Solve the equation", "Calculate", "Find the", "Let $", "If $", "A", "In a", "Suppose", "Compare",
     "Describe", "Design", "Can you", "Could you please", "Please", "Rewrite the following", "Summarize", "Translate",
     "List", "Generate", "Imagine", "You are", "Here is", "This code", "```python\n", "def ", "class ", "My", "As a",
     "Consider", "Implement", "Fix the bug", "Act as", "Tell me", "The following", "There are", "SELECT", "Prove that",
@@ -46,7 +46,7 @@ def read_prompt_file(path: Path) -> list[str]:
     """First user turns of a JSON-lines file. Raises ConfigError naming file and line."""
     prompts = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold other line ends
     except OSError as error:
         raise ConfigError(f"prompts: {path} cannot be read ({error})") from error
     for number, line in enumerate(lines, start=1):
