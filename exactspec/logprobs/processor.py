@@ -22,8 +22,8 @@ from exactspec.types import LogprobsKind, SamplingParams, TokenLogprob
 
 # What an impossible token's -inf becomes: JSON has no infinities. The most negative finite float32.
 LOGPROB_FLOOR = torch.finfo(torch.float32).min
-CHUNK_ROWS = 64
-SMALL_TOP_K = 32  # rows that ask for more are worked on apart, so that they do not slow the others
+CHUNK_ROWS = 16
+SMALL_TOP_K = 64  # rows that ask for more are worked on apart, so that they do not slow the others
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,11 @@ def compute_logprobs(
     if not len(ids) == len(plans) == rows.shape[0]:
         raise ValueError(f"{rows.shape[0]} rows, {len(ids)} token_ids and {len(plans)} plans do not match")
     results: list[TokenLogprob] = []
+    scratch = rows.new_empty((min(chunk_rows, len(ids)), rows.shape[1]))
     for start in range(0, len(ids), chunk_rows):
         stop = min(start + chunk_rows, len(ids))
-        results += _chunk(rows[start:stop], ids[start:stop], plans[start:stop], valid_vocab)
+        logprobs = torch.log_softmax(rows[start:stop], dim=-1, out=scratch[: stop - start])
+        results += _chunk(rows[start:stop], logprobs, ids[start:stop], plans[start:stop], valid_vocab)
     return results
 
 
@@ -102,13 +104,15 @@ def row_logprobs(
     return [entry for entry in results if entry is not None]
 
 
-def _chunk(rows: Tensor, token_ids: list[int], plans: Sequence[LogprobPlan], valid_vocab: int) -> list[TokenLogprob]:
+def _chunk(
+    rows: Tensor, logprobs: Tensor, token_ids: list[int], plans: Sequence[LogprobPlan], valid_vocab: int
+) -> list[TokenLogprob]:
     """One read-back for the values: per row the token, then the top ids, then the chosen ids, padded to one width."""
     tops = _top_lists(rows, [min(plan.top_k, valid_vocab) for plan in plans], valid_vocab)
     wanted = [[token, *top, *plan.token_ids] for token, top, plan in zip(token_ids, tops, plans, strict=True)]
     width = max(len(ids) for ids in wanted)
     index = torch.tensor([ids + ids[:1] * (width - len(ids)) for ids in wanted], device=rows.device)
-    values = torch.log_softmax(rows, dim=-1).gather(1, index).clamp_(min=LOGPROB_FLOOR).tolist()
+    values = logprobs.gather(1, index).clamp_(min=LOGPROB_FLOOR).tolist()
     return [_entry(ids, row_values, len(top)) for ids, row_values, top in zip(wanted, values, tops, strict=True)]
 
 

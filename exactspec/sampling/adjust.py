@@ -64,35 +64,46 @@ def banned_until_min(params: SamplingParams, eos_ids: Iterable[int], vocab_size:
 
 
 class AdjustedRows:
-    """The step's logits [N, V] with some rows replaced; unchanged rows are never copied."""
+    """The step's logits [N, V] with some blocks of rows replaced. Tensors given out are read-only: they may be the
+    logits themselves."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
-        self._changed: dict[int, Tensor] = {}  # row -> [V]
+        self._blocks: dict[int, Tensor] = {}  # first row -> changed rows [n, V]
         self._all: Tensor | None = None
 
     def replace(self, first_row: int, block: Tensor) -> None:
-        for j, row in enumerate(block):
-            self._changed[first_row + j] = row
-
-    def select(self, rows: Sequence[int]) -> Tensor:
-        """Adjusted rows [len(rows), V]; may share memory with the logits: do not write to it."""
-        count = self.logits.shape[0]
-        changed = [(i, row) for i, row in enumerate(rows) if row in self._changed]
-        if not changed and len(rows) == count and list(rows) == list(range(count)):
-            return self.logits
-        if len(rows) == 1:
-            return self._changed.get(rows[0], self.logits[rows[0]])[None]
-        picked = self.logits.index_select(0, torch.tensor(list(rows), device=self.logits.device))
-        for i, row in changed:
-            picked[i] = self._changed[row]
-        return picked
+        """Blocks must come in the order of their rows."""
+        self._blocks[first_row] = block
 
     def all(self) -> Tensor:
         """All rows; the logits object itself when nothing was changed."""
         if self._all is None:
-            self._all = self.select(range(self.logits.shape[0])) if self._changed else self.logits
+            self._all = self._assemble()
         return self._all
+
+    def _assemble(self) -> Tensor:
+        if not self._blocks:
+            return self.logits
+        pieces, at = [], 0
+        for first, block in self._blocks.items():
+            pieces += [self.logits[at:first], block]
+            at = first + block.shape[0]
+        pieces = [piece for piece in (*pieces, self.logits[at:]) if piece.shape[0]]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def select(self, rows: Sequence[int]) -> Tensor:
+        """Adjusted rows [len(rows), V]. Rows next to each other are not copied."""
+        return select_rows(self.all(), rows)
+
+
+def select_rows(rows: Tensor, indexes: Sequence[int]) -> Tensor:
+    """rows[indexes]; a view where the indexes are consecutive, the object itself where they are all."""
+    count = len(indexes)
+    first = indexes[0] if count else 0
+    if all(index == first + i for i, index in enumerate(indexes)):
+        return rows if count == rows.shape[0] else rows.narrow(0, first, count)
+    return rows.index_select(0, torch.tensor(list(indexes), device=rows.device))
 
 
 def _needs_adjusting(params: SamplingParams, first_position: int, has_mask: bool) -> bool:

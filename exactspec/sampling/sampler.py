@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from exactspec.backend.base import Backend
-from exactspec.sampling.adjust import AdjustedRows, adjust_rows
+from exactspec.sampling.adjust import AdjustedRows, adjust_rows, select_rows
 from exactspec.sampling.argmax import lowest_argmax
 from exactspec.sampling.filters import Filters, filter_dense, kept_ids
 from exactspec.sampling.noise import NoiseCache, NoiseStream
 from exactspec.sampling.rows import RowGroup
 from exactspec.types import SamplingParams
 
+ID_LIMIT = 2**31
 DRAW_CHUNK = 32  # rows of noise that exist at a time
 
 
@@ -47,9 +48,7 @@ class SampleResult:
 
     def raw(self, rows: Sequence[int]) -> Tensor:
         """The model's logits of these rows. Read-only, as all the tensors given out here."""
-        if list(rows) == list(range(self.num_rows)):
-            return self.logits
-        return self.logits.index_select(0, torch.tensor(list(rows), device=self.logits.device))
+        return select_rows(self.logits, rows)
 
     def scaled(self, rows: Sequence[int]) -> Tensor:
         """Adjusted logits divided by the request's temperature (greedy: 1). [len(rows), V]"""
@@ -85,20 +84,25 @@ class SampleResult:
         params = self._params[row]
         return 1.0 if params.greedy else params.temperature
 
-    def _kept_ids(self, row: int, scaled_row: Tensor) -> Tensor:
-        if row not in self._kept:
-            self._kept[row] = kept_ids(scaled_row[: self._valid], Filters.of(self._params[row]))
-        return self._kept[row]
+    def _kept_ids(self, rows: Sequence[int], scaled: Tensor) -> list[Tensor]:
+        """Ids that the filters keep of these rows (CPU), by falling logit; found once for each row."""
+        missing = [i for i, row in enumerate(rows) if row not in self._kept]
+        if missing:
+            filters = [Filters.of(self._params[rows[i]]) for i in missing]
+            found = kept_ids(select_rows(scaled, missing)[:, : self._valid], filters)
+            self._kept.update(zip((rows[i] for i in missing), found, strict=True))
+        return [self._kept[row] for row in rows]
 
     def _put_filtered(self, out: Tensor, scaled: Tensor, rows: Sequence[int], filtered: list[int]) -> None:
+        picked = select_rows(scaled, filtered)
         if out.device.type == "cpu":
-            for i in filtered:
-                ids = self._kept_ids(rows[i], scaled[i])
-                out[i, ids] = scaled[i, ids]
+            kept = self._kept_ids([rows[i] for i in filtered], picked)
+            for i, values, ids in zip(filtered, picked, kept, strict=True):
+                out[i, ids] = values[ids]
             return
-        index = torch.tensor(filtered, device=out.device)
         filters = [Filters.of(self._params[rows[i]]) for i in filtered]
-        out[index, : self._valid] = filter_dense(scaled[index, : self._valid], filters)
+        index = torch.tensor(filtered, device=out.device)
+        out[index, : self._valid] = filter_dense(picked[:, : self._valid], filters)
 
 
 def sampling_support(result: SampleResult, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
@@ -130,6 +134,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self.valid_vocab = valid_vocab
         self.eos_ids = frozenset(eos_ids)
+        self._scratch = torch.empty((DRAW_CHUNK, vocab_size), device=backend.device)
         self.noise = noise or NoiseCache(backend, vocab_size, valid_vocab)
 
     def sample(self, logits: Tensor, groups: Sequence[RowGroup]) -> SampleResult:
@@ -158,22 +163,28 @@ class Sampler:
     def _draw_rows(
         self, result: SampleResult, rows: list[int], keys: list[tuple[int, int]], params: list[SamplingParams]
     ) -> None:
+        """Rows that are not greedy. On a CPU rows with filters go their own way: only the kept tokens take part."""
         noise = self.noise.rows([keys[r][0] for r in rows], [keys[r][1] for r in rows], NoiseStream.TARGET)
-        if noise.device.type == "cpu":
-            self._draw_filtered(result, [r for r in rows if params[r].has_filters], rows, noise)
-            plain = [i for i, r in enumerate(rows) if not params[r].has_filters]
-            if len(plain) < len(rows):
-                rows, noise = [rows[i] for i in plain], noise[plain]
-            weights = result.scaled(rows) if rows else None
-        else:
-            weights = result.processed(rows)
-        if weights is not None:
-            result.token_ids[torch.tensor(rows, device=noise.device)] = lowest_argmax(weights + noise)
+        filtered = [i for i, r in enumerate(rows) if params[r].has_filters] if noise.device.type == "cpu" else []
+        if filtered:
+            picked = [rows[i] for i in filtered]
+            tokens = self._draw_kept(result, picked, select_rows(noise, filtered))
+            result.token_ids[torch.tensor(picked)] = tokens
+        plain = sorted(set(range(len(rows))).difference(filtered))
+        if plain:
+            picked = [rows[i] for i in plain]
+            weights = result.scaled(picked) if noise.device.type == "cpu" else result.processed(picked)
+            scratch = self._scratch[: len(plain)]
+            torch.add(weights, select_rows(noise, plain), out=scratch)
+            result.token_ids[torch.tensor(picked, device=noise.device)] = lowest_argmax(scratch)
 
-    def _draw_filtered(self, result: SampleResult, filtered: list[int], rows: list[int], noise: Tensor) -> None:
-        """Rows with filters on a CPU: only the kept tokens take part, in rising order of ids (ties to the lowest)."""
-        scaled = result.scaled(filtered) if filtered else None
-        for i, row in enumerate(filtered):
-            assert scaled is not None
-            ids = result._kept_ids(row, scaled[i])
-            result.token_ids[row] = ids[(scaled[i][ids] + noise[rows.index(row)][ids]).argmax()]
+    @staticmethod
+    def _draw_kept(result: SampleResult, rows: list[int], noise: Tensor) -> Tensor:
+        """argmax over the kept tokens of each row, ties to the lowest id. [len(rows)] int64"""
+        scaled = result.scaled(rows)
+        kept = result._kept_ids(rows, scaled)
+        ids = torch.nn.utils.rnn.pad_sequence(kept, batch_first=True, padding_value=-1)
+        inside = ids.clamp(min=0)
+        scores = torch.where(ids >= 0, scaled.gather(1, inside) + noise.gather(1, inside), -math.inf)
+        best = (scores == scores.amax(dim=-1, keepdim=True)) & (ids >= 0)
+        return torch.where(best, ids, ID_LIMIT).amin(dim=-1)

@@ -7,7 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exactspec.sampling.filters import Filters, filter_dense, kept_ids
+from exactspec.sampling.filters import Filters, filter_by_sorting, filter_dense, kept_ids
+
+
+def kept(row: torch.Tensor, filters: Filters) -> list[int]:
+    return kept_ids(row[None], [filters])[0].tolist()
 
 
 def naive_kept(row: list[float], filters: Filters, slack: float = 0.0) -> set[int]:
@@ -39,17 +43,18 @@ value_strategy = st.one_of(
 
 
 @settings(max_examples=300, deadline=None)
-@given(row=st.lists(value_strategy, min_size=1, max_size=60), filters=filters_strategy)
-def test_both_forms_keep_the_same_set_and_it_is_the_defined_one(row, filters):
+@given(row=st.lists(value_strategy, min_size=1, max_size=60), filters=filters_strategy, width=st.sampled_from([0, 130]))
+def test_both_forms_keep_the_same_set_and_it_is_the_defined_one(row, filters, width):
+    row += [-math.inf] * (width - len(row))
     if max(row) == -math.inf:
         row[0] = 0.0
     tensor = torch.tensor(row)
-    kept = kept_ids(tensor, filters)
-    dense = filter_dense(tensor[None], [filters])[0]
-    assert (kept[1:] > kept[:-1]).all()
-    finite = {i for i in kept.tolist() if row[i] > -math.inf}
+    ids = kept(tensor, filters)
+    dense = filter_by_sorting(tensor[None], [filters])[0]
+    assert ids == sorted(ids, key=lambda i: (-row[i], i))
+    finite = {i for i in ids if row[i] > -math.inf}
     assert finite == set((dense > -math.inf).nonzero()[:, 0].tolist())
-    assert all(dense[i] == tensor[i] for i in kept)
+    assert all(dense[i] == tensor[i] for i in ids)
     close_call = naive_kept(row, filters, 1e-5) != naive_kept(row, filters, -1e-5)
     if not close_call:
         assert finite == {i for i in naive_kept(row, filters) if row[i] > -math.inf}
@@ -57,31 +62,39 @@ def test_both_forms_keep_the_same_set_and_it_is_the_defined_one(row, filters):
 
 def test_the_token_that_crosses_top_p_stays():
     row = torch.tensor([0.5, 0.3, 0.2]).log()
-    assert kept_ids(row, Filters(-1, 0.4, 0.0)).tolist() == [0]
-    assert kept_ids(row, Filters(-1, 0.6, 0.0)).tolist() == [0, 1]
-    assert kept_ids(row, Filters(-1, 0.9, 0.0)).tolist() == [0, 1, 2]
+    assert kept(row, Filters(-1, 0.4, 0.0)) == [0]
+    assert kept(row, Filters(-1, 0.6, 0.0)) == [0, 1]
+    assert kept(row, Filters(-1, 0.9, 0.0)) == [0, 1, 2]
 
 
 def test_top_p_counts_on_what_top_k_left():
     row = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    assert kept_ids(row, Filters(2, 0.5, 0.0)).tolist() == [0]  # 0.4 / 0.7 = 0.57
-    assert kept_ids(row, Filters(-1, 0.5, 0.0)).tolist() == [0, 1]
+    assert kept(row, Filters(2, 0.5, 0.0)) == [0]  # 0.4 / 0.7 = 0.57
+    assert kept(row, Filters(-1, 0.5, 0.0)) == [0, 1]
 
 
 def test_ties_keep_the_lowest_ids():
     row = torch.zeros(1000)
-    assert kept_ids(row, Filters(3, 1.0, 0.0)).tolist() == [0, 1, 2]
-    assert kept_ids(row, Filters(-1, 0.0101, 0.0)).tolist() == list(range(11))
+    assert kept(row, Filters(3, 1.0, 0.0)) == [0, 1, 2]
+    assert kept(row, Filters(-1, 0.0101, 0.0)) == list(range(11))
 
 
-@pytest.mark.parametrize("width", [300, 1000, 4096, 4100])
-def test_long_rows_agree_between_forms(width):
+@pytest.mark.parametrize("width", [63, 256, 300, 1000, 4096, 4100])
+@pytest.mark.parametrize("ties", [True, False])
+def test_long_rows_agree_between_forms_alone_and_together(width, ties):
     generator = torch.Generator().manual_seed(width)
-    rows = torch.randn(24, width, generator=generator) * torch.linspace(0.1, 6, 24)[:, None]
-    rows = (rows * 4).round() / 4  # many ties
-    filters = [Filters(k, p, m) for k in (-1, 1, 7, 200) for p in (1.0, 0.999999, 0.9, 0.3, 1e-4) for m in (0.0, 0.02)][
-        :24
-    ]
-    dense = filter_dense(rows, filters)
-    for row, kept_row, f in zip(rows, dense, filters, strict=True):
-        assert kept_ids(row, f).tolist() == (kept_row > -math.inf).nonzero()[:, 0].tolist()
+    rows = torch.randn(40, width, generator=generator) * torch.linspace(0.1, 6, 40)[:, None]
+    rows = (rows * 4).round() / 4 if ties else rows
+    every = [Filters(k, p, m) for k in (-1, 1, 7, 200) for p in (1.0, 0.9999999, 0.9, 0.3, 1e-4) for m in (0.0, 0.02)]
+    filters = [every[int(i)] for i in torch.randperm(len(every), generator=generator)]
+    dense = filter_by_sorting(rows, filters)
+    assert torch.equal(filter_dense(rows, filters), dense)
+    for row, kept_row, f, ids in zip(rows, dense, filters, kept_ids(rows, filters), strict=True):
+        assert ids.sort().values.tolist() == (kept_row > -math.inf).nonzero()[:, 0].tolist()
+        assert kept(row, f) == ids.tolist()
+
+
+def test_a_flat_row_needs_every_candidate():
+    row = torch.linspace(0, 20, 5000)
+    assert len(kept(row, Filters(-1, 0.99999999, 0.0))) > 4000
+    assert kept(torch.full((5000,), 2.0), Filters(-1, 0.4999, 0.0)) == list(range(2500))
