@@ -32,8 +32,8 @@ class Scheduler:
     """Owns the waiting queue and the running set, and moves pages through the cache manager.
 
     gamma_rows: slots that a decode round writes, 1 + gamma. prefill_chunk: most prefill rows of a step.
-    headroom_tokens: a request is admitted beside others only if these could still grow by so many tokens each
-    (or to their limits): without it, a full pool would admit and retract the same request over and over.
+    headroom_tokens: a request is admitted only if all could then grow by so many tokens each (or to their limits):
+    who would soon be retracted again had better wait.
     """
 
     def __init__(
@@ -163,10 +163,8 @@ class Scheduler:
         budget = self.prefill_chunk
         prefilling = []
         for request in self.running():
-            if request.is_prefilling:
+            if request.is_prefilling:  # or just retracted: then it is sorted out below
                 prefilling.append(request)
-            elif plan.retracted and request not in self._running:
-                continue
             elif self._reserve_round(request, plan):
                 plan.decodes.append(request)
         for request in prefilling:
@@ -228,10 +226,8 @@ class Scheduler:
         """Moves a waiting request to the running ones if there is memory; else changes nothing."""
         cache = self.cache
         cache.acquire(request, max_cached_tokens(request))
-        needed = request.prefill_end + self.gamma_rows
-        missing = cache.pages_for(needed) - len(request.pages)
-        crowded = len(self._running) > 0 and missing + growth > cache.num_available
-        if crowded or not cache.reserve(request, needed):
+        crowded = self._growth_pages(request) + growth > cache.num_available
+        if crowded or not cache.reserve(request, request.prefill_end + self.gamma_rows):
             cache.release(request)
             return False
         self._waiting.remove(request)
