@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exactspec.draft.base import DraftBatch, Drafter
 from exactspec.draft.block_model import BlockModel
-from exactspec.draft.draw import NUM_CANDIDATES, BlockDrawer, backend_noise, make_plan
+from exactspec.draft.draw import BlockDrawer, backend_noise, make_plan
 from exactspec.errors import ConfigError
 from exactspec.model.config import ROPE_SLACK
 from exactspec.model.target import TargetModel
@@ -34,7 +34,6 @@ class BlockDrafter(Drafter):
         num_slots: int,
         gamma: int | None = None,
         temperatures: tuple[float, ...] | None = None,
-        num_candidates: int = NUM_CANDIDATES,
     ) -> None:
         config = model.config
         self.config = config
@@ -57,7 +56,7 @@ class BlockDrafter(Drafter):
             self.backend.make_linear(model.lm_head.weight.detach().to(device, dtype)) if model.lm_head else None
         )
         heads = model.to(device)
-        self._drawer = BlockDrawer(self.backend, heads.markov_head, dtype, num_candidates)
+        self._drawer = BlockDrawer(self.backend, heads.markov_head, dtype)
         self._confidence_head = heads.confidence_head
         self._temperatures = None
         if temperatures is not None:
@@ -79,11 +78,7 @@ class BlockDrafter(Drafter):
         base = self._logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
         noise = batch.noise or backend_noise(self.backend, base.shape[-1])
         plan = make_plan(batch.requests, noise, base.device)
-        probs = None
-        if batch.adjust is None and not batch.want_probs:
-            tokens = self._drawer.draw(base, hidden, batch.anchor_ids, plan)
-        else:
-            tokens, probs = self._drawer.draw_full(base, hidden, batch.anchor_ids, plan, batch.adjust, batch.want_probs)
+        tokens, probs = self._drawer.draw(base, hidden, batch.anchor_ids, plan, batch.adjust, batch.want_probs)
         return Proposal(tokens, lengths, probs, self._confidence(hidden, batch.anchor_ids, tokens))
 
     def _hidden(self, batch: DraftBatch) -> Tensor:

@@ -49,7 +49,6 @@ class Harness:
         self.target, self.config, self.page_size = target, config, page_size
         self.weights = draft_tensors(config)
         self.model = load_block_model(write_draft(folder, config, self.weights))
-        arguments.setdefault("num_candidates", 262)  # all: the Markov correction as the paper has it
         self.drafter = BlockDrafter(self.model, target, NUM_SLOTS, **arguments)
         self.pool = target.make_pool(NUM_SLOTS)
         self.next_page = 1  # page 0 stays foreign: nothing may be written there
@@ -327,7 +326,7 @@ def test_own_embedding_and_head_are_used_where_present(target, tmp_path):
     for scale, same in ((1.0, True), (-1.0, False)):
         weights = {**draft_tensors(DSPARK), "embed_tokens.weight": embed, "lm_head.weight": head * scale}
         model = load_block_model(write_draft(tmp_path / str(scale), DSPARK, weights))
-        own = BlockDrafter(model, target, NUM_SLOTS, num_candidates=262)
+        own = BlockDrafter(model, target, NUM_SLOTS)
         own.pool = shared.drafter.pool
         drafts = shared.propose(request).token_ids
         shared_drafter, shared.drafter = shared.drafter, own

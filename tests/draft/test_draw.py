@@ -15,14 +15,14 @@ from exactspec.errors import ConfigError
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from([3, 262, 4096, 4097, 5000, 8192, 9001]), st.sampled_from([1, 5, 64, 3000]), st.integers(0, 99))
 def test_top_tokens_are_the_top_tokens(vocab_size, count, seed):
-    values = torch.randn(2, 3, vocab_size, generator=torch.Generator().manual_seed(seed))
-    values[0, 0, : vocab_size // 2] = float("-inf")
+    values = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(seed))
+    values[0, : vocab_size // 2] = float("-inf")
     found = top_tokens(values, count)
     wanted = values.topk(min(count, vocab_size), dim=-1)
     assert torch.equal(values.gather(-1, found).sort(-1, descending=True).values, wanted.values)
     assert found.shape == wanted.indices.shape
     assert int(found.max()) < vocab_size
-    assert all(len(set(row)) == len(row) for row in found.flatten(0, 1).tolist())
+    assert all(len(set(row)) == len(row) for row in found.tolist())
 
 
 @settings(deadline=None)
