@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,11 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     target = FrozenTarget(loaded, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     config = draft_config(loaded, options.recipe, options.mask_token_id)
     _check_config(config, loaded)
-    build_shard(loaded, target, options.data, options.seed, options.data_path, ranks.rank, ranks.world_size)
+    num_shards = complete_shards(options.data_path)
+    if not num_shards:
+        num_shards = ranks.world_size
+        build_shard(loaded, target, options.data, options.seed, options.data_path, ranks.rank, num_shards)
     ranks.barrier()
-    num_shards = count_shards(options.data_path) or ranks.world_size
     sequences = load_shards(options.data_path, num_shards)
     if int(sequences.tokens.max()) >= loaded.config.vocab_size:
         raise ConfigError(
@@ -77,10 +80,10 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     return {**metrics, "interrupted": trainer.interrupted}
 
 
-def count_shards(folder: Path) -> int:
-    """How many shards the data folder is made of (0: none yet), by the names of its files."""
-    counts = {int(path.stem.rsplit("-", 1)[1]) for path in folder.glob("sequences-*-of-*.safetensors")}
-    return max(counts, default=0)
+def complete_shards(folder: Path) -> int:
+    """How many shards the data folder is made of; 0 where some or all are missing."""
+    counts = Counter(int(path.stem.rsplit("-", 1)[1]) for path in folder.glob("sequences-*-of-*.safetensors"))
+    return max((total for total, present in counts.items() if present == total), default=0)
 
 
 def pick_device(name: str) -> torch.device:

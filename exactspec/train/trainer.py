@@ -53,6 +53,9 @@ class Trainer:
         self.device = target.device
         self.model = model.to(self.device)
         self.optimizers = Optimizers(self.model, self.recipe)
+        if options.compile:
+            for layer in self.model.layers:
+                layer.compile(dynamic=True)  # sequence lengths vary: one graph for all of them
         self.training = training
         self.heldout = heldout
         self.ranks = ranks
@@ -207,8 +210,8 @@ class Trainer:
     def _check_finite(self, window: _Window) -> None:
         if not window.is_finite():
             raise TrainingError(
-                f"the loss is not finite at step {self.progress.step}: lower muon_lr ({self.recipe.muon_lr}) or adam_lr "
-                f"({self.recipe.adam_lr}), or lengthen warmup_steps. {self._what_is_kept()}"
+                f"the loss is not finite at step {self.progress.step}: lower muon_lr ({self.recipe.muon_lr}) or "
+                f"adam_lr ({self.recipe.adam_lr}), or lengthen warmup_steps. {self._what_is_kept()}"
             )
 
     @contextmanager
