@@ -146,7 +146,8 @@ class BlockModel(nn.Module):
 
     def _rope_at(self, positions: Tensor) -> RopeTable:
         """Angles at integer positions [..., P] -> cos, sin [..., 1, P, D/2] (the 1 is for heads)."""
-        inv_freq = torch.tensor(self._rope.inv_freq, dtype=torch.float32, device=positions.device)
+        # non_blocking: a training step on CUDA must not wait here for the target's forward
+        inv_freq = torch.tensor(self._rope.inv_freq, dtype=torch.float32).to(positions.device, non_blocking=True)
         angles = positions.unsqueeze(-1).float() * inv_freq
         factor = self._rope.attention_factor
         return RopeTable((angles.cos() * factor).unsqueeze(-3), (angles.sin() * factor).unsqueeze(-3))
