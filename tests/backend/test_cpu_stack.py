@@ -251,7 +251,7 @@ def test_what_would_touch_foreign_memory_is_refused_by_name(backend: CpuBackend)
         stack.forward(x, pages.batch([(0, 0, 4)]), pool, (2,))
     with pytest.raises(ConfigError, match="head_dim"):
         backend.make_stack(make_spec(head_dim=24), layers, ropes)
-    with pytest.raises(ConfigError, match=r"layers\[0\]\.o"):
+    with pytest.raises(ConfigError, match=r"layers\[0\]\.qkv"):
         backend.make_stack(make_spec(num_heads=4, num_kv_heads=4), layers, ropes)
     half = make_layers(spec, torch.float16)
     with pytest.raises(ConfigError, match="float16"):

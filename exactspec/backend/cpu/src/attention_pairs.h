@@ -31,6 +31,16 @@ inline void transpose16(__m512i (&r)[16]) {
     for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
+// Word 2 i of half h is word 16 h + i of the first operand, word 2 i + 1 the same of the second (index + 32).
+struct InterleaveTable {
+    alignas(64) uint16_t half[2][32];
+    constexpr InterleaveTable() : half{} {
+        for (int i = 0; i < 64; i++) half[i / 32][i % 32] = (uint16_t)(i / 2 + i % 2 * 32);
+    }
+    constexpr const uint16_t* operator[](int i) const { return half[i]; }
+};
+inline constexpr InterleaveTable INTERLEAVE;
+
 class PairTile {
   public:
     using Elem = uint16_t;
@@ -41,10 +51,15 @@ class PairTile {
         : k_(carve.take<uint32_t>((size_t)KEYS * dim / 2)), v_(carve.take<uint32_t>((size_t)KEYS * dim / 2)) {}
 
     // Weights meet the values in bf16; their sum is taken of the rounded ones, so that they still add up to one.
-    static vf put_weight(uint16_t* to, vf w) {
-        const vh rounded = to_bf16(w);
-        store(to, rounded);
-        return from_bf16(rounded);
+    static vf weights(const vf (&x)[4], uint16_t* to) {
+        const __m512bh one = (__m512bh)_mm512_set1_epi16(0x3f80);
+        __m512 total = _mm512_setzero_ps();
+        for (int i = 0; i < 4; i += 2) {
+            const __m512bh w = _mm512_cvtne2ps_pbh((__m512)exp2_short(x[i + 1]), (__m512)exp2_short(x[i]));
+            _mm512_store_si512(to + i * 16, (__m512i)w);
+            total = _mm512_dpbf16_ps(total, w, one);
+        }
+        return (vf)total;
     }
 
     void pack(const Elem* const* k, const Elem* const* v, int n, int dim) {
@@ -96,12 +111,16 @@ class PairTile {
         for (int j = 0; j < count; j++) _mm512_store_si512(k_ + (size_t)(c + j) * KEYS + g, r[j]);
     }
 
+    // Neighbouring keys a and b (zeros where absent), interleaved 32 dimensions at a time.
     void pack_values(const Elem* a, const Elem* b, int j, int dim) {
         uint32_t* to = v_ + (size_t)(j / 2) * dim;
-        for (int i = 0; i < dim; i += 16) {
-            const __m512i lo = a ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(a + i))) : __m512i{};
-            const __m512i hi = b ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(b + i))) : __m512i{};
-            _mm512_store_si512(to + i, _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
+        const __m512i first = _mm512_load_si512(INTERLEAVE[0]), second = _mm512_load_si512(INTERLEAVE[1]);
+        for (int i = 0; i < dim; i += 32) {
+            const __mmask32 mask = dim - i >= 32 ? 0xffffffffu : 0xffffu;
+            const __m512i lo = a ? _mm512_maskz_loadu_epi16(mask, a + i) : _mm512_setzero_si512();
+            const __m512i hi = b ? _mm512_maskz_loadu_epi16(mask, b + i) : _mm512_setzero_si512();
+            _mm512_store_si512(to + i, _mm512_permutex2var_epi16(lo, first, hi));
+            if (dim - i >= 32) _mm512_store_si512(to + i + 16, _mm512_permutex2var_epi16(lo, second, hi));
         }
     }
 

@@ -14,32 +14,26 @@ namespace es {
 constexpr int TILE_ROWS = ES_AVX512 ? 6 : 2;  // rows of a register tile
 constexpr int VECS = 4;                       // vectors of a register tile
 
-// One row's step of the online softmax over a block. score [KEYS]; keys outside [low, high) get weight 0. Writes the
-// weights exp(score - max), updates the row's maximum and sum; returns the factor for what was summed before.
+// One row's step of the online softmax over a block. score [KEYS]: raw products; keys outside [low, high) get weight 0.
+// Writes the weights 2^(scale * (score - max)), updates the row's maximum (of the raw products, so scale must be
+// positive) and its sum of weights; returns the factor for what was summed before.
 template <class Tile>
-inline float softmax_step(float* score, float scale, int low, int high, float& max_score, vf& sum,
+inline float softmax_step(const float* score, float scale, int low, int high, float& max_score, vf& sum,
                           typename Tile::Weight* weight) {
     constexpr int N = KEYS / VW;
     vf s[N];
     vf top = splat(-INFINITY);
-    const bool whole = low == 0 && high == KEYS;
-    for (int i = 0; i < N; i++) {
-        s[i] = loadf(score + i * VW) * scale;
-        if (!whole) {
-            vi lane;
-            for (int j = 0; j < VW; j++) lane[j] = i * VW + j;
-            s[i] = (lane >= low) & (lane < high) ? s[i] : splat(-INFINITY);
-        }
-        top = vmax(top, s[i]);
+    for (int i = 0; i < N; i++) s[i] = loadf(score + i * VW);
+    if (low != 0 || high != KEYS) {
+        vi lane = lanes();
+        for (int i = 0; i < N; i++, lane += VW) s[i] = (lane >= low) & (lane < high) ? s[i] : splat(-INFINITY);
     }
+    for (int i = 0; i < N; i++) top = vmax(top, s[i]);
     const float before = max_score, now = std::max(before, hmax(top));
     max_score = now;
-    vf total = {};
-    for (int i = 0; i < N; i++) {
-        vf w = exp2v(s[i] - now);
-        total = total + Tile::put_weight(weight + i * VW, w);
-    }
-    const float factor = exp2v(splat(before - now))[0];
+    for (int i = 0; i < N; i++) s[i] = vfma(s[i], splat(scale), splat(-now * scale));
+    const vf total = Tile::weights(s, weight);
+    const float factor = exp2v(splat((before - now) * scale))[0];
     sum = vfma(sum, splat(factor), total);
     return factor;
 }
@@ -54,9 +48,14 @@ class FloatTile {
 
     FloatTile(Carver& carve, int dim) : k_(carve.take<float>((size_t)KEYS * dim)), v_(carve.take<float>((size_t)KEYS * dim)) {}
 
-    static vf put_weight(float* to, vf w) {
-        store(to, w);
-        return w;
+    static vf weights(const vf (&x)[KEYS / VW], float* to) {
+        vf total = {};
+        for (int i = 0; i < KEYS / VW; i++) {
+            const vf w = exp2v(x[i]);
+            store(to + i * VW, w);
+            total = total + w;
+        }
+        return total;
     }
 
     // k_ [dim][KEYS], v_ [KEYS][dim]; keys from n on are zero.

@@ -9,7 +9,7 @@
 namespace es {
 
 constexpr int BLOCK = 2 * VW;                    // outputs of a block
-constexpr int MAX_TILE = ES_AVX512 ? 12 : 4;     // rows of a register tile: 24 (8) accumulators
+constexpr int MAX_TILE = ES_AVX512 ? 10 : 4;     // rows of a register tile: 20 (8) accumulators
 
 // How rows are stored where they meet a weight.
 enum class Act { bf16, f32_rounded, f32 };

@@ -47,15 +47,16 @@ inline vf gumbel_of(vu r) {
     const float unit = 0x1p-32f;
     const vf u = (__builtin_convertvector(r, vf) + 0.5f) * unit;
     const vf rest = (__builtin_convertvector(~r, vf) + 0.5f) * unit;
-    const vf near_one = -log1p_core(-rest);
-    const vf e = u > 0.70710678f ? near_one : -logv(u);
-    return -logv(e);
+    vi e = ((vi)u - 0x3f3504f3) >> 23;  // 0 for u in [sqrt(1/2), 1]
+    const vf m = (vf)((vi)u - (e << 23));
+    const vf f = u > 0.70710678f ? -rest : m - 1.0f;
+    return -logv(-vfma(__builtin_convertvector(e, vf), splat(LN2), log1p_core(f)));
 }
 
 void fill_group(uint64_t seed, uint64_t position, uint32_t stream, int group, float* to) {
     for (int half = 0; half < 16; half += VW) {
         Counter x;
-        for (int i = 0; i < VW; i++) x.c[0][i] = (uint32_t)(group * 16 + half + i);
+        x.c[0] = (vu)lanes() + (uint32_t)(group * 16 + half);
         x.c[1] = splatu(stream);
         x.c[2] = splatu((uint32_t)position);
         x.c[3] = splatu((uint32_t)(position >> 32));

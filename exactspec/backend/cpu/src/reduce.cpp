@@ -24,9 +24,7 @@ struct MaxSum {
 // The largest value and its lowest index; a NaN never wins.
 Best best_of(const float* x, int64_t first, int width) {
     vf top = splat(-INFINITY);
-    vi where = {}, at = {};
-    for (int j = 0; j < VW; j++) at[j] = j;
-    where = at;
+    vi where = lanes(), at = where;
     int i = 0;
     for (; i + VW <= width; i += VW, at += VW) {
         const vf v = loadf(x + i);

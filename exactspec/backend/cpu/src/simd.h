@@ -85,6 +85,12 @@ inline void store_upto(float* p, vf v, int n) {
 inline vi splati(int32_t x) { return x - vi{}; }
 inline vu splatu(uint32_t x) { return x - vu{}; }
 
+inline vi lanes() {  // 0, 1, 2, ..
+    vi v;
+    for (int i = 0; i < VW; i++) v[i] = i;
+    return v;
+}
+
 inline vf vfma(vf a, vf b, vf c) {
 #if ES_AVX512
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -146,23 +152,47 @@ inline vh to_bf16(vf v) {
 inline vf from_bf16(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 inline vf load_bf16(const uint16_t* p) { return from_bf16(load<vh>(p)); }
 
+#if ES_AVX512
+// 2^x = 2^floor(x) * 2^f with f in [0, 1): one instruction each for f and for the scaling; 2^-inf = 0.
+template <int N>
+inline vf exp2_poly(vf x, const float (&c)[N]) {
+    const vf f = (vf)_mm512_reduce_ps((__m512)x, 0x09);
+    vf p = splat(c[N - 1]);
+    for (int i = N - 2; i >= 0; i--) p = vfma(p, f, splat(c[i]));
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+
+// |relative error| < 1e-7; least-maximum fit of 2^f on [0, 1] with p(0) = 1.
+inline vf exp2v(vf x) {
+    constexpr float c[] = {1.0f, 0.69314706f, 0.2402293f, 0.055485282f, 0.0096754516f, 0.0012467847f, 0.00021612915f};
+    return exp2_poly(x, c);
+}
+
+// |relative error| < 3e-6: enough where the result is rounded to bf16.
+inline vf exp2_short(vf x) {
+    constexpr float c[] = {1.0f, 0.69304484f, 0.2412802f, 0.052242473f, 0.013426685f};
+    return exp2_poly(x, c);
+}
+#else
 // 2^x for x <= 127, 0 below -126. |relative error| < 2e-7. Polynomial: least-maximum fit of 2^f on [-1/2, 1/2].
 inline vf exp2v(vf x) {
     const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer held in the low bits
     vf t = x + magic;
     vf f = x - (t - magic);
-    vf p = splat(0.0001534580806037411f);
-    p = vfma(p, f, splat(0.0013399930903688073f));
-    p = vfma(p, f, splat(0.009618489071726799f));
-    p = vfma(p, f, splat(0.05550328642129898f));
-    p = vfma(p, f, splat(0.24022646248340607f));
-    p = vfma(p, f, splat(0.6931471824645996f));
+    vf p = splat(0.0001534580806f);
+    p = vfma(p, f, splat(0.0013399930904f));
+    p = vfma(p, f, splat(0.0096184890717f));
+    p = vfma(p, f, splat(0.0555032864213f));
+    p = vfma(p, f, splat(0.2402264624834f));
+    p = vfma(p, f, splat(0.6931471824646f));
     p = vfma(p, f, splat(1.0f));
     vf r = (vf)((vi)p + ((vi)t << 23));
     return x < -126.0f ? vf{} : r;
 }
+#endif
 
 constexpr float LOG2E = 1.44269504088896341f;
+constexpr float LN2 = 0.693147180559945f;
 
 // log(1 + f) for 1 + f in [sqrt(1/2), sqrt(2)]: f - f^2/2 + f^3 P(f), P a least-maximum fit.
 inline vf log1p_core(vf f) {
@@ -183,7 +213,7 @@ inline vf logv(vf x) {
     vi b = (vi)x;
     vi e = (b - 0x3f3504f3) >> 23;  // exponent that leaves a mantissa in [sqrt(1/2), sqrt(2))
     vf m = (vf)(b - (e << 23));
-    return vfma(__builtin_convertvector(e, vf), splat(0.693147180559945f), log1p_core(m - 1.0f));
+    return vfma(__builtin_convertvector(e, vf), splat(LN2), log1p_core(m - 1.0f));
 }
 
 inline vf sigmoid_times(vf x, vf slope_times_x) {  // x / (1 + exp(-slope_times_x))
