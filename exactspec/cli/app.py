@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from exactspec.cli import bench, check, demo, generate, info, score
+from exactspec.cli import bench, check, demo, generate, info, score, serve, train
 from exactspec.errors import ExactSpecError
 
 app = typer.Typer(
@@ -22,6 +22,12 @@ app.command("bench")(bench.bench)
 app.command("check")(check.check)
 app.command("info")(info.info)
 app.command("demo")(demo.demo)
+app.command(
+    "serve",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)(serve.serve)
+app.command("train")(train.train)
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ from exactspec.draft.factory import make_drafter
 from exactspec.draft.simulate import SimulatedAcceptance
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
-from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyPolicy
+from exactspec.engine.profile import load_or_measure
+from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyByConfidence, VerifyPolicy
 from exactspec.errors import ConfigError
 from exactspec.model.loader import load_target
 from exactspec.model.target import TargetModel
@@ -32,12 +33,21 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     if num_pages * config.page_size < drafter.gamma + 2:
         raise ConfigError(f"kv_tokens: {kv_tokens} cannot hold one block of {drafter.gamma + 1} rows")
-    return Engine(config, target, drafter, num_pages, make_policy(config, drafter))
+    return Engine(config, target, drafter, num_pages, make_policy(config, target, drafter, num_pages))
 
 
-def make_policy(config: EngineConfig, drafter: Drafter) -> VerifyPolicy:
+def make_policy(config: EngineConfig, target: TargetModel, drafter: Drafter, num_pages: int) -> VerifyPolicy:
     """The verify policy that the settings ask for."""
     policy: VerifyPolicy = VerifyAll(config.acceptance)
+    if config.verify == "confidence" and drafter.gamma:
+        costs = load_or_measure(
+            target,
+            drafter,
+            str(config.draft),
+            max_requests=config.max_running_requests,
+            num_slots=num_pages * config.page_size,
+        )
+        policy = VerifyByConfidence(config.acceptance, drafter.gamma, costs)
     if config.simulate_accept_length is not None:
         simulated = SimulatedAcceptance(config.simulate_accept_length, drafter.gamma, config.seed)
         policy = AcceptByDecree(policy, simulated)

@@ -59,16 +59,15 @@ class RoundRunner:
         self.device = target.backend.device
 
     def run(self, plan: StepPlan) -> RoundResult:
-        proposal = self._propose(plan.decodes)
+        drafting = bool(plan.decodes) and self.drafter.gamma > 0 and self.policy.wants_drafts(plan)
+        proposal = self._propose(plan.decodes) if drafting else None
         blocks = self._build_blocks(plan, proposal)
         batch = build_batch(blocks, self.page_size, self.device)
         hidden, captured = self.target.forward(batch, self.pool, self.drafter.capture_layers)
         self.drafter.observe(batch, captured)
         return self._draw(blocks, batch, hidden, proposal)
 
-    def _propose(self, decodes: Sequence[RunningRequest]) -> Proposal | None:
-        if not decodes or self.drafter.gamma == 0:
-            return None
+    def _propose(self, decodes: Sequence[RunningRequest]) -> Proposal:
         anchors = [request.token_ids[-1] for request in decodes]
         positions = [request.kv_len for request in decodes]
         batch = DraftBatch(
@@ -80,6 +79,7 @@ class RoundRunner:
             max_kv_len=max(positions),
             want_probs=self.policy.needs_draft_probs,
             adjust=make_draft_adjust(decodes, self.sampler),
+            noise=self.sampler.noise.rows,
         )
         return self.drafter.propose(batch)
 

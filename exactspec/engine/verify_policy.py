@@ -8,17 +8,24 @@ from __future__ import annotations
 from typing import Protocol
 
 from exactspec.draft.simulate import SimulatedAcceptance
+from exactspec.engine.profile import StepCosts
 from exactspec.sampling.rows import RowGroup, first_rows
 from exactspec.sampling.sampler import SampleResult
 from exactspec.scheduler.plan import StepPlan
 from exactspec.types import Proposal, TokenSource
 from exactspec.verify.accept import AcceptResult, accept_coupled, accept_rejection
+from exactspec.verify.plan import make_plan, plan_confidence
+from exactspec.verify.survival import AcceptanceEstimate, prefix_survival
 
 
 class VerifyPolicy(Protocol):
     """What a round asks of its policy."""
 
     needs_draft_probs: bool
+
+    def wants_drafts(self, plan: StepPlan) -> bool:
+        """Is drafting worth its time in this step?"""
+        ...
 
     def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
         """Draft tokens to verify for each decoding request of the plan, at most the proposal's lengths."""
@@ -35,6 +42,9 @@ class VerifyAll:
     def __init__(self, acceptance: str = "coupled") -> None:
         self.needs_draft_probs = acceptance == "rejection"
 
+    def wants_drafts(self, plan: StepPlan) -> bool:
+        return True
+
     def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
         return list(proposal.lengths) if proposal is not None else [0] * len(plan.decodes)
 
@@ -42,6 +52,63 @@ class VerifyAll:
         if self.needs_draft_probs:
             return accept_rejection(sampled, groups, proposal.probs if proposal is not None else None)
         return accept_coupled(sampled.token_ids, groups)
+
+
+class VerifyByConfidence:
+    """Verifies the prefixes that are worth their rows (verify/plan.py) and drafts only while drafting pays.
+
+    Prefix survival comes from the draft's confidence, or, where it has none, from the acceptance of past rounds.
+    Every request
+    keeps its bonus row. `decisions` counts steps without drafts and the drafts that were proposed and not verified.
+    """
+
+    PROBE_EVERY = 64  # steps: while drafting does not pay, how often to look again
+
+    def __init__(self, acceptance: str, gamma: int, costs: StepCosts) -> None:
+        self.needs_draft_probs = acceptance == "rejection"
+        self.costs = costs
+        self.estimate = AcceptanceEstimate(gamma)
+        self.num_undrafted_steps = 0
+        self._accept = VerifyAll(acceptance).accept
+
+    def wants_drafts(self, plan: StepPlan) -> bool:
+        """Compares the expected tokens per second with and without drafting, by the acceptance of past rounds."""
+        count, rows = len(plan.decodes), len(plan.decodes) + plan.num_prefill_rows
+        best = make_plan(
+            self.estimate.survival(count),
+            [self.estimate.gamma] * count,
+            rows,
+            self.costs.step,
+            stop_early=False,
+            draft_seconds=self.costs.draft_seconds(count),
+        )
+        if best.tokens_per_second >= count * self.costs.step.sps(rows):
+            self.num_undrafted_steps = 0
+            return True
+        self.num_undrafted_steps += 1
+        return self.num_undrafted_steps % self.PROBE_EVERY == 0
+
+    def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
+        if proposal is None:
+            return [0] * len(plan.decodes)
+        if proposal.confidence is not None:
+            survival = prefix_survival(proposal.confidence.tolist())
+        else:
+            survival = self.estimate.survival(len(plan.decodes))
+        rows = len(plan.decodes) + plan.num_prefill_rows
+        return plan_confidence(
+            survival, proposal.lengths, rows, self.costs.step, stop_early=self.needs_draft_probs,
+            draft_seconds=self.costs.draft_seconds(len(plan.decodes)),
+        )  # fmt: skip
+
+    def accept(self, sampled: SampleResult, groups: list[RowGroup], proposal: Proposal | None) -> list[AcceptResult]:
+        results = self._accept(sampled, groups, proposal)
+        drafted = [
+            (len(g.draft_tokens), r.num_accepted) for g, r in zip(groups, results, strict=True) if g.draft_tokens
+        ]
+        if drafted:
+            self.estimate.update([verified for verified, _ in drafted], [accepted for _, accepted in drafted])
+        return results
 
 
 class AcceptByDecree:
@@ -52,6 +119,9 @@ class AcceptByDecree:
     def __init__(self, policy: VerifyPolicy, simulated: SimulatedAcceptance) -> None:
         self.policy = policy
         self.simulated = simulated
+
+    def wants_drafts(self, plan: StepPlan) -> bool:
+        return self.policy.wants_drafts(plan)
 
     def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
         return self.policy.verify_lens(plan, proposal)

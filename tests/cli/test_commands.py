@@ -1,0 +1,113 @@
+"""The commands as a user runs them, on a tiny checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def exactspec(*arguments: str, stdin: str | None = None, status: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "exactspec", *arguments], input=stdin, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+def test_help_names_every_command():
+    text = exactspec("--help")
+    for command in ("generate", "score", "bench", "check", "info", "demo", "serve", "train"):
+        assert command in text
+
+
+def test_generate_json_holds_everything(tiny_folder):
+    line = exactspec(
+        "generate", str(tiny_folder), "hello", "--json", "--logprobs", "2", "--prompt-logprobs", "1",
+        "--max-new-tokens", "6", "--temperature", "1", "--seed", "3", "--draft", "ngram",
+    )  # fmt: skip
+    record = json.loads(line)
+    assert record["seed"] == 3
+    assert len(record["token_ids"]) == len(record["logprobs"]) == len(record["tokens"]) == len(record["sources"])
+    assert record["prompt_logprobs"][0]["logprob"] is None
+    assert record["finish_reason"]["kind"] in ("length", "stop")
+    again = exactspec(
+        "generate", str(tiny_folder), "hello", "--json", "--logprobs", "2", "--max-new-tokens", "6",
+        "--temperature", "1", "--seed", "3",
+    )  # fmt: skip
+    assert json.loads(again)["logprobs"] == record["logprobs"]
+
+
+def test_generate_streams_text(tiny_folder):
+    raw = ["generate", str(tiny_folder), "-", "--raw", "--max-new-tokens", "4"]
+    assert exactspec(*raw, stdin="abc").endswith("\n")
+    assert "plain" in exactspec(*raw, "--logprobs", "1", stdin="abc")
+
+
+def test_score_texts_and_choices(tiny_folder, tmp_path):
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"text": "abc"}\nplain line\n{"prompt": "ab", "choices": ["c", "dd"]}\n')
+    out = tmp_path / "out.jsonl"
+    exactspec("score", str(tiny_folder), str(file), "--out", str(out), "--top", "1")
+    first, second, third = (json.loads(line) for line in out.read_text().splitlines())
+    assert first["logprobs"][0] is None
+    assert len(first["logprobs"]) == 3
+    assert math.isclose(first["sum"], sum(first["logprobs"][1:]))
+    assert second["text"] == "plain line"
+    assert [len(choice["token_ids"]) for choice in third["scores"]] == [1, 2]
+    assert math.isclose(third["scores"][0]["sum"], first["logprobs"][2])  # "c" after "ab", both ways
+    assert third["best"] in (0, 1)
+
+
+def test_check_prints_zero(tiny_folder):
+    text = exactspec(
+        "check", str(tiny_folder), "--drafts", "none,ngram", "--batches", "1,3", "--chunks", "4", "--new-tokens", "8"
+    )
+    assert "greatest difference 0.0 nat, 0 tokens differ" in " ".join(text.split())
+
+
+def test_bench_writes_figures(tiny_folder, tmp_path):
+    out = tmp_path / "bench.json"
+    exactspec(
+        "bench", "--model", str(tiny_folder), "--contenders", "plain,ngram,transformers", "--limit", "2",
+        "--new-tokens", "8", "--json", str(out), "--plot", str(tmp_path / "bench.png"),
+    )  # fmt: skip
+    record = json.loads(out.read_text())
+    assert [line["contender"] for line in record["lines"]] == ["plain", "ngram", "transformers"]
+    assert record["lines"][0]["ratio"] == 1.0
+    assert all(line["tokens_per_second"] > 0 for line in record["lines"])
+    assert (tmp_path / "bench.png").stat().st_size > 5000
+
+
+def test_info(tiny_folder):
+    text = exactspec("info", str(tiny_folder))
+    assert "2 x 64" in text
+    assert "262" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["generate", "/nowhere/at/all", "x"], "/nowhere/at/all"),
+        (["generate", "{tiny}", "x", "--temperature", "-1"], "temperature"),
+        (["generate", "{tiny}", "x", "--draft", "/nowhere"], "/nowhere"),
+        (["generate", "{tiny}", "x", "--draft", "dspark"], "dspark"),
+        (["generate", "{tiny}", "x", "--dtype", "int3"], "dtype"),
+        (["generate", "{tiny}", "x", "--max-new-tokens", "4000"], "max_new_tokens"),
+    ],
+)
+def test_errors_are_one_line_that_names_the_fault(tiny_folder, arguments, word):
+    message = exactspec(*(a.replace("{tiny}", str(tiny_folder)) for a in arguments), status=2)
+    assert word in message
+    assert len(message.strip().splitlines()) == 1
+
+
+def test_a_bad_line_in_a_file_is_named(tiny_folder, tmp_path: Path):
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"text": "fine"}\n{"nothing": 1}\n')
+    assert "line 2" in exactspec("score", str(tiny_folder), str(file), status=2)
