@@ -1,0 +1,111 @@
+"""How many drafts of each request are verified in a step (verify_len), the bonus row of each being certain.
+
+DSpark, arXiv 2607.05147, section 3.2, algorithm 1: drafts of all requests are admitted in falling order of their
+prefix survival a[r, j], and the number admitted maximises the expected tokens per second tau * SPS(B), where
+tau = R + sum of the admitted a (each request's own token comes for certain) and B is the number of rows. As a falls
+along a block, what is admitted is always a prefix, and for each B the best choice there is.
+
+Losslessness. With coupled acceptance no choice can change a token, so the maximum is searched over all B: measured
+curves are staircases with more than one local maximum. With `rejection`, whether draft j is verified must not depend on
+its own token (appendix A): a later confidence of the same block does, and a global search that looks at it would favour
+some tokens over others. `stop_early` admits one draft after the other and ends at the first that does not raise the
+objective, so that a decision rests on survivals at least as high: the block's own past and other requests. It would get
+stuck at the first stair; it therefore climbs the convex curve below the measured one, where the first peak is the only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from exactspec.errors import ConfigError
+from exactspec.verify.sps import SpsTable
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPlan:
+    """verify_lens[r] drafts of request r are verified. The other fields are for stats: expectations of this step."""
+
+    verify_lens: list[int]
+    num_rows: int  # base rows and admitted drafts
+    expected_tokens: float  # tau summed over the requests, bonus tokens included
+    tokens_per_second: float
+
+
+def plan_all(lengths: Sequence[int]) -> list[int]:
+    """Every proposed draft is verified."""
+    return list(lengths)
+
+
+def plan_confidence(
+    survival: ArrayLike,
+    lengths: Sequence[int],
+    base_rows: int,
+    table: SpsTable,
+    *,
+    stop_early: bool,
+    draft_seconds: float = 0.0,
+) -> list[int]:
+    """verify_lens that maximise the expected tokens per second; see `make_plan`."""
+    return make_plan(
+        survival, lengths, base_rows, table, stop_early=stop_early, draft_seconds=draft_seconds
+    ).verify_lens
+
+
+def make_plan(
+    survival: ArrayLike,
+    lengths: Sequence[int],
+    base_rows: int,
+    table: SpsTable,
+    *,
+    stop_early: bool,
+    draft_seconds: float = 0.0,
+) -> VerifyPlan:
+    """Plans one step.
+
+    survival [R, G]: falling along each row; entries at and beyond lengths[r] are not looked at. base_rows: rows that
+    the step has anyway, the R anchors and all prefill rows. draft_seconds: time that the step has spent on drafting,
+    which no plan gives back. stop_early: True for rejection acceptance (see above).
+    """
+    a = np.asarray(survival, dtype=np.float64)
+    limits = np.asarray(lengths, dtype=np.int64)
+    num_requests = limits.shape[0]
+    if a.ndim != 2 or a.shape[0] != num_requests:
+        raise ConfigError(f"survival has shape {a.shape} for {num_requests} requests")
+    if limits.size and not 0 <= limits.min() <= limits.max() <= a.shape[1]:
+        raise ConfigError(f"lengths must be within 0 .. {a.shape[1]}, got {list(lengths)}")
+    proposed = np.arange(a.shape[1]) < limits[:, None]
+    owner, _ = np.nonzero(proposed)
+    gains = a[proposed]
+    order = np.argsort(-gains, kind="stable")  # equal ones stay in the order of their block
+    tokens = np.empty(gains.size + 1)
+    tokens[0] = num_requests
+    np.cumsum(gains[order], out=tokens[1:])
+    tokens[1:] += num_requests
+    rate = tokens / (1.0 / table.sps_range(base_rows, gains.size + 1) + draft_seconds)
+    if stop_early:
+        count = _first_peak(tokens / (1.0 / table.sps_range(base_rows, gains.size + 1, convex=True) + draft_seconds))
+    else:
+        count = int(np.argmax(rate))
+    lens = np.bincount(owner[order[:count]], minlength=num_requests)
+    return VerifyPlan(lens.tolist(), base_rows + count, float(tokens[count]), float(rate[count]))
+
+
+def worth_drafting(
+    survival: ArrayLike, lengths: Sequence[int], base_rows: int, table: SpsTable, draft_seconds: float
+) -> bool:
+    """Whether drafting for draft_seconds and then verifying the best choice is expected to beat a plain step.
+
+    `survival` must come from the past (AcceptanceEstimate): nothing has been drafted yet.
+    """
+    drafted = make_plan(survival, lengths, base_rows, table, stop_early=False, draft_seconds=draft_seconds)
+    return drafted.tokens_per_second > len(lengths) * table.sps(base_rows)
+
+
+def _first_peak(rate: np.ndarray) -> int:
+    """Steps that can be made from the start with `rate` rising at each."""
+    stops = np.flatnonzero(rate[1:] <= rate[:-1])
+    return int(stops[0]) if stops.size else rate.size - 1
