@@ -18,7 +18,7 @@ def sort_keys(values: Tensor, ids: Tensor) -> Tensor:
     """Unique int64 keys, smallest first for the greatest float32 value, ties by the smallest id (below 2 ** 20).
 
     The bits of a float, read as an integer, are ordered like the float (negative ones in reverse); + 0.0 makes -0.0
-    equal to 0.0. Keys are below 2 ** 52, so the bits above are free for a row number.
+    equal to 0.0.
     """
     bits = (values + 0.0).view(torch.int32)
     ordered = torch.where(bits >= 0, bits, bits ^ LARGEST_INT32).to(torch.int64)

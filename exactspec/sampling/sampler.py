@@ -15,9 +15,9 @@ from torch import Tensor
 
 from exactspec.backend.base import Backend
 from exactspec.sampling.adjust import AdjustedRows, adjust_rows, select_rows
-from exactspec.sampling.argmax import lowest_argmax
 from exactspec.sampling.filters import Filters, filter_dense, kept_ids
 from exactspec.sampling.noise import NoiseCache, NoiseStream
+from exactspec.sampling.row_ops import RowOps, row_ops
 from exactspec.sampling.rows import RowGroup
 from exactspec.types import SamplingParams
 
@@ -30,6 +30,7 @@ class SampleResult:
 
     def __init__(self, adjusted: AdjustedRows, groups: Sequence[RowGroup], valid_vocab: int, backend: Backend) -> None:
         self.backend = backend
+        self.ops: RowOps = row_ops(backend)
         self.logits: Tensor = adjusted.logits  # [N, V] as the model gave them
         self.token_ids: Tensor = adjusted.logits.new_empty(adjusted.logits.shape[0], dtype=torch.int64)
         self._adjusted = adjusted
@@ -74,7 +75,7 @@ class SampleResult:
             out[index, : self._valid] = scaled[index, : self._valid]
         if greedy:
             index = torch.tensor(greedy, device=out.device)
-            out[index, lowest_argmax(scaled[index, : self._valid])] = 0.0
+            out[index, self.ops.argmax_rows(scaled[index, : self._valid])] = 0.0
         filtered = [i for i, r in enumerate(rows) if self._params[r].has_filters]
         if filtered:
             self._put_filtered(out, scaled, rows, filtered)
@@ -89,7 +90,7 @@ class SampleResult:
         missing = [i for i, row in enumerate(rows) if row not in self._kept]
         if missing:
             filters = [Filters.of(self._params[rows[i]]) for i in missing]
-            found = kept_ids(select_rows(scaled, missing)[:, : self._valid], filters)
+            found = kept_ids(select_rows(scaled, missing)[:, : self._valid], filters, self.ops)
             self._kept.update(zip((rows[i] for i in missing), found, strict=True))
         return [self._kept[row] for row in rows]
 
@@ -102,7 +103,7 @@ class SampleResult:
             return
         filters = [Filters.of(self._params[rows[i]]) for i in filtered]
         index = torch.tensor(filtered, device=out.device)
-        out[index, : self._valid] = filter_dense(picked[:, : self._valid], filters)
+        out[index, : self._valid] = filter_dense(picked[:, : self._valid], filters, self.ops)
 
 
 def sampling_support(result: SampleResult, rows: Sequence[int]) -> list[tuple[list[int], list[float]]]:
@@ -112,9 +113,10 @@ def sampling_support(result: SampleResult, rows: Sequence[int]) -> list[tuple[li
     """
     supports = []
     for row in rows:
-        logprobs = torch.log_softmax(result.processed([row])[0], dim=-1)
-        ids = (logprobs > -math.inf).nonzero()[:, 0]
-        supports.append((ids.tolist(), logprobs[ids].tolist()))
+        weights = result.processed([row])
+        ids = (weights[0] > -math.inf).nonzero()[:, 0]
+        logprobs = weights[0, ids] - result.ops.logsumexp_rows(weights)[1]
+        supports.append((ids.tolist(), logprobs.tolist()))
     return supports
 
 
@@ -131,6 +133,7 @@ class Sampler:
     ) -> None:
         """vocab_size is the width of a logit row; ids at and beyond valid_vocab are padding and never drawn."""
         self.backend = backend
+        self.ops: RowOps = row_ops(backend)
         self.vocab_size = vocab_size
         self.valid_vocab = valid_vocab
         self.eos_ids = frozenset(eos_ids)
@@ -151,10 +154,10 @@ class Sampler:
         params = [group.params for group in groups for _ in range(group.num_rows)]
         greedy = [row for row, p in enumerate(params) if p.greedy]
         if len(greedy) == result.num_rows:
-            result.token_ids = lowest_argmax(result.adjusted[:, : self.valid_vocab])
+            result.token_ids = self.ops.argmax_rows(result.adjusted[:, : self.valid_vocab])
             return
         if greedy:
-            best = lowest_argmax(result._adjusted.select(greedy)[:, : self.valid_vocab])
+            best = self.ops.argmax_rows(result._adjusted.select(greedy)[:, : self.valid_vocab])
             result.token_ids[torch.tensor(greedy, device=best.device)] = best
         drawn = [row for row, p in enumerate(params) if not p.greedy]
         for start in range(0, len(drawn), DRAW_CHUNK):
@@ -176,7 +179,7 @@ class Sampler:
             weights = result.scaled(picked) if noise.device.type == "cpu" else result.processed(picked)
             scratch = self._scratch[: len(plain)]
             torch.add(weights, select_rows(noise, plain), out=scratch)
-            result.token_ids[torch.tensor(picked, device=noise.device)] = lowest_argmax(scratch)
+            result.token_ids[torch.tensor(picked, device=noise.device)] = self.ops.argmax_rows(scratch)
 
     @staticmethod
     def _draw_kept(result: SampleResult, rows: list[int], noise: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from exactspec.backend.base import Backend
-from exactspec.sampling.argmax import lowest_argmax
 from exactspec.sampling.noise import NoiseStream
+from exactspec.sampling.row_ops import row_ops
 from exactspec.sampling.rows import RowGroup, first_rows
 from exactspec.types import TokenSource
 
@@ -155,5 +155,5 @@ def _draw_residuals(
     chosen = [judged[i] for i in rejecting]
     seeds, positions = _noise_keys(groups, chosen, backend.device)
     noise = backend.gumbel(seeds, positions, NoiseStream.RESIDUAL, weights.shape[1])
-    tokens = lowest_argmax(weights + noise).tolist()
+    tokens = row_ops(backend).argmax_rows(weights + noise).tolist()
     return {g: token for (g, _), token in zip(chosen, tokens, strict=True)}

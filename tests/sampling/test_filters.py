@@ -96,5 +96,5 @@ def test_long_rows_agree_between_forms_alone_and_together(width, ties):
 
 def test_a_flat_row_needs_every_candidate():
     row = torch.linspace(0, 20, 5000)
-    assert len(kept(row, Filters(-1, 0.99999999, 0.0))) > 4000
+    assert 1700 < len(kept(row, Filters(-1, 0.999, 0.0))) < 1750
     assert kept(torch.full((5000,), 2.0), Filters(-1, 0.4999, 0.0)) == list(range(2500))
