@@ -141,8 +141,8 @@ async def model_info(request: Request) -> Response:
             "disaggregation_mode": "null",
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            "model_type": info.get("model_type"),
-            "architectures": info.get("architectures") or [],
+            "model_type": info.get("architecture"),
+            "architectures": [info["architecture"]] if info else [],
         }
     )
 

@@ -39,24 +39,22 @@ def build_from_json(settings: dict[str, Any]) -> Any:
     return build_engine(EngineConfig(**settings))
 
 
-def engine_info(engine: Any, settings: dict[str, Any]) -> dict[str, Any]:
+def engine_info(engine: Any) -> dict[str, Any]:
     """What the HTTP process needs to know to check requests and to describe the server."""
     target, limits = engine.target, engine.limits
     config = target.config
-    drafter = getattr(engine, "drafter", None)
     stats = engine.stats()
     return {
         "limits": asdict(limits),
-        "gamma": int(getattr(drafter, "gamma", 0)),
+        "gamma": int(engine.drafter.gamma),
         "vocab_size": int(config.vocab_size),
         "context_length": int(limits.context_length),
         "num_pages": int(stats.num_pages),
         "page_size": int(engine.config.page_size),
-        "dtype": str(getattr(target, "dtype", settings.get("dtype", "auto"))).removeprefix("torch."),
-        "device": str(getattr(getattr(target, "backend", None), "name", settings.get("device", "auto"))),
-        "model_type": str(getattr(config, "model_type", getattr(config, "family", "unknown"))),
-        "architectures": list(getattr(config, "architectures", None) or []),
-        "generation_defaults": dict(getattr(config, "generation_defaults", None) or {}),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(target.backend.device),
+        "architecture": str(config.architecture),
+        "generation_defaults": dict(target.generation_defaults),
     }
 
 
@@ -216,10 +214,11 @@ def main(argv: list[str]) -> int:
         module, function = factory.split(":")
         settings = json.loads(settings_json)
         engine = getattr(importlib.import_module(module), function)(settings)
-        info = engine_info(engine, settings)
+        info = engine_info(engine)
     except ExactSpecError as error:  # wrong settings: no restart can help
         outbox.send(m.encoder.encode(m.Failed(str(error))))
-        outbox.close()
+        outbox.close(linger=2000)
+        inbox.close()
         context.term()
         return 3
     loop = EngineLoop(engine, inbox, outbox)

@@ -113,10 +113,12 @@ class Generation:
         prompts: Sequence[Prompt],
         names: dict[str, str],
         metrics: Metrics | None = None,
+        time_limit: float | None = None,
     ) -> None:
         self.client = client
         self.names = names
         self.metrics = metrics
+        self.time_limit = time_limit
         self.samples: list[Sample] = []
         self._queue: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
         limits = Limits(**client.info["limits"]) if client.info else None
@@ -155,11 +157,12 @@ class Generation:
         Raises ApiError when any sample is refused or lost. Leaving early (also by cancellation) aborts the rest.
         """
         pending = {sample.request.request_id: sample for sample in self.samples}
+        deadline = None if self.time_limit is None else time.perf_counter() + self.time_limit
         try:
             for sample in self.samples:
                 self.client.submit(sample.request, self._queue)
             while pending:
-                request_id, event = await self._queue.get()
+                request_id, event = await self._next(deadline)
                 sample = pending[request_id]
                 if isinstance(event, ApiError):
                     raise event
@@ -174,6 +177,14 @@ class Generation:
                 yield sample, delta
         finally:
             self.client.abort(pending, silent=True)
+
+    async def _next(self, deadline: float | None) -> tuple[str, Event]:
+        if deadline is None:
+            return await self._queue.get()
+        try:
+            return await asyncio.wait_for(self._queue.get(), max(0.0, deadline - time.perf_counter()))
+        except TimeoutError:
+            raise ApiError(503, f"the request took more than {self.time_limit:g} s") from None
 
     def _refusal(self, event: m.Refused) -> ApiError:
         if event.status != 400:

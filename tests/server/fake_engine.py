@@ -38,10 +38,11 @@ class FakeTokenizer:
         return token_id in (EOS, START)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        data, ids = text.encode(), []
-        while data:
-            ids.append(max((i for i, p in enumerate(VOCAB[:EOS]) if data.startswith(p)), key=lambda i: len(VOCAB[i])))
-            data = data[len(VOCAB[ids[-1]]) :]
+        data, ids, at = text.encode(), [], 0
+        while at < len(data):
+            longest = max((p for p in PIECES if data.startswith(p, at)), key=len, default=data[at : at + 1])
+            ids.append(VOCAB.index(longest))
+            at += len(longest)
         return ids
 
     def decode(self, ids: Any, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True) -> str:
@@ -102,9 +103,10 @@ class FakeEngine:
         tokenizer = FakeTokenizer()
         part = type("Part", (), {})
         self.target, self.config, self.drafter = part(), part(), part()
-        self.target.tokenizer, self.target.dtype, self.target.backend = tokenizer, "float32", None
-        self.target.config = part()
-        self.target.config.vocab_size, self.target.config.model_type = WIDTH, "fake"
+        self.target.tokenizer, self.target.dtype, self.target.generation_defaults = tokenizer, "float32", {"top_k": 7}
+        self.target.config, self.target.backend = part(), part()
+        self.target.backend.device = "cpu"
+        self.target.config.vocab_size, self.target.config.architecture = WIDTH, "FakeForCausalLM"
         self.config.page_size, self.drafter.gamma = 16, block - 1
         self.limits = Limits(WIDTH, context_length, 1 << 20, block, hidden_states=True)
         self.grammars = GrammarCompiler(tokenizer, WIDTH, {EOS})

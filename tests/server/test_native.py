@@ -1,0 +1,309 @@
+"""POST /generate over a scripted engine: shapes, batches, streams, logprob lists and refusals."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+from conftest import Running
+from fake_engine import EOS, FakeTokenizer, entry, logprob
+
+FLOOR = -3.4028234663852886e38
+TOKENIZER = FakeTokenizer()
+
+
+def generate(server: Running, **body: Any) -> Any:
+    response = server.post("/generate", body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(server: Running, body: dict[str, Any], path: str = "/generate") -> list[Any]:
+    with server.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def test_one_text(server: Running) -> None:
+    answer = generate(server, text="SAY:hello the €", rid="mine", model="whatever", image_data=None, lora_path="")
+    assert answer["text"] == "hello the €"
+    meta = answer["meta_info"]
+    assert answer["output_ids"] == [*TOKENIZER.encode("hello the €"), EOS]
+    assert meta["id"] == "mine"
+    assert meta["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert meta["prompt_tokens"] == len(TOKENIZER.encode("SAY:hello the €"))
+    assert meta["completion_tokens"] == len(answer["output_ids"])
+    assert meta["e2e_latency"] > 0
+    assert meta["spec_verify_ct"] > 0
+    assert meta["spec_accept_length"] == meta["completion_tokens"] / meta["spec_verify_ct"]
+    assert "output_token_logprobs" not in meta
+
+
+def test_cached_tokens_and_flush(server: Running) -> None:
+    body = {"text": "cached SAY:x"}
+    assert server.http.post("/flush_cache?timeout=30").status_code == 200
+    assert generate(server, **body)["meta_info"]["cached_tokens"] == 0
+    assert generate(server, **body)["meta_info"]["cached_tokens"] > 0
+    assert server.http.get("/flush_cache").status_code == 200
+    assert generate(server, **body)["meta_info"]["cached_tokens"] == 0
+
+
+def test_batches_and_n_are_arrays_in_order(server: Running) -> None:
+    answers = generate(server, text=["SAY:a", "SAY:b"], sampling_params={"n": 2}, rid="r")
+    assert [a["text"] for a in answers] == ["a", "a", "b", "b"]
+    assert [a["meta_info"]["id"] for a in answers] == ["r_0_0", "r_0_1", "r_1_0", "r_1_1"]
+    assert [a["text"] for a in generate(server, text=["SAY:a"])] == ["a"]
+    assert len(generate(server, text="SAY:a", sampling_params={"n": 3})) == 3
+    assert isinstance(generate(server, input_ids=TOKENIZER.encode("SAY:q")), dict)
+    assert isinstance(generate(server, input_ids=[TOKENIZER.encode("SAY:q")]), list)
+    per_prompt = [{"max_new_tokens": i} for i in (0, 1, 2)]
+    answers = generate(server, text=["SAY:abcdef"] * 3, sampling_params=per_prompt)
+    assert [a["meta_info"]["completion_tokens"] for a in answers] == [0, 1, 2]
+    assert answers[1]["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
+
+
+def test_four_hundred_prompts_at_once(server: Running) -> None:
+    answers = generate(
+        server,
+        text=["SAY:" + "x" * i for i in range(401)],
+        sampling_params=[{"max_new_tokens": i % 7} for i in range(401)],
+    )
+    assert [a["meta_info"]["completion_tokens"] for a in answers] == [min(i % 7, i + 1) for i in range(401)]
+
+
+@pytest.mark.parametrize("start", [-1, 0, 3, 7])
+def test_logprob_lists(server: Running, start: int) -> None:
+    prompt = TOKENIZER.encode("abc SAY:yo")
+    n, chosen = len(prompt), [7, 5, 7]
+    answer = generate(
+        server, input_ids=prompt, return_logprob=True, logprob_start_len=start, top_logprobs_num=2,
+        token_ids_logprob=chosen, return_text_in_logprobs=True,
+    )  # fmt: skip
+    meta = answer["meta_info"]
+    count = 0 if start < 0 else n - start
+    assert [len(meta[k]) for k in ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")] == [
+        count
+    ] * 3
+    if count:
+        assert meta["input_token_logprobs"][0][:2] == [None, prompt[start]]
+        assert meta["input_top_logprobs"][0] is None
+        for i in range(start + 1, n):
+            assert meta["input_token_logprobs"][i - start][:2] == [logprob(i, prompt[i]), prompt[i]]
+            assert [t[:2] for t in meta["input_top_logprobs"][i - start]] == [[v, k] for k, v in entry(i, 0, 2, ()).top]
+    assert len(meta["output_token_logprobs"]) == meta["output_token_logprobs_length"] == meta["completion_tokens"]
+    for j, token in enumerate(answer["output_ids"]):
+        assert meta["output_token_logprobs"][j] == [logprob(n + j, token), token, TOKENIZER.decode([token], False)]
+        assert [t[1] for t in meta["output_token_ids_logprobs"][j]] == chosen
+        assert meta["output_token_ids_logprobs"][j][1][0] == FLOOR  # -inf has no JSON
+        assert len(meta["output_top_logprobs"][j]) == 2
+
+
+def test_lists_exist_even_when_empty_and_only_when_asked(server: Running) -> None:
+    meta = generate(server, text="SAY:a", return_logprob=True)["meta_info"]
+    assert meta["input_token_logprobs"] == []
+    assert "output_top_logprobs" not in meta
+    assert "output_token_ids_logprobs" not in meta
+    meta = generate(server, text="SAY:a", top_logprobs_num=3, token_ids_logprob=[1])["meta_info"]
+    assert "output_token_logprobs" not in meta
+
+
+def test_a_batch_mixes_what_it_asks_for(server: Running) -> None:
+    answers = generate(
+        server, text=["SAY:a", "SAY:bb", "SAY:c"], return_logprob=[True, False, True], top_logprobs_num=[1, 2, 0],
+        logprob_start_len=[0, 0, 2], token_ids_logprob=[[1], None, [2, 3]],
+    )  # fmt: skip
+    metas = [a["meta_info"] for a in answers]
+    assert len(metas[0]["output_top_logprobs"][0]) == 1
+    assert "output_token_logprobs" not in metas[1]
+    assert "output_top_logprobs" not in metas[2]
+    assert len(metas[2]["output_token_ids_logprobs"][0]) == 2
+    flat = generate(server, text=["SAY:a", "SAY:b"], return_logprob=True, token_ids_logprob=[4, 6])
+    assert [[t[1] for t in a["meta_info"]["output_token_ids_logprobs"][0]] for a in flat] == [[4, 6], [4, 6]]
+
+
+def test_scoring(server: Running) -> None:
+    prompt = TOKENIZER.encode("score me SAY:z")
+    answer = generate(
+        server, input_ids=prompt, return_logprob=True, logprob_start_len=0, sampling_params={"max_new_tokens": 0}
+    )
+    assert (answer["text"], answer["output_ids"]) == ("", [])
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+    assert meta["completion_tokens"] == 0
+    assert len(meta["input_token_logprobs"]) == len(prompt)
+    assert len(meta["output_token_logprobs"]) == 1
+    assert "spec_verify_ct" not in meta
+
+
+@pytest.mark.parametrize("stop", [None, "th", "zz", "€", " the"])
+def test_a_stream_says_what_the_answer_says(server: Running, stop: str | None) -> None:
+    body = {
+        "text": "SAY:ab the € abz the end", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 1,
+        "sampling_params": {"stop": stop, "sampling_seed": 5}, "return_token_sources": True,
+    }  # fmt: skip
+    whole = generate(server, **body)
+    pieces = events(server, body)
+    assert len(pieces) > 1
+    last = pieces[-1]
+    assert all(piece["meta_info"]["finish_reason"] is None for piece in pieces[:-1])
+    assert {"prompt_tokens", "cached_tokens"} <= set(pieces[0]["meta_info"])
+    for piece, following in itertools.pairwise(pieces):
+        assert following["text"].startswith(piece["text"])
+        assert following["output_ids"][: len(piece["output_ids"])] == piece["output_ids"]
+        assert len(piece["meta_info"]["output_token_logprobs"]) == len(piece["output_ids"])
+    for volatile in ("id", "e2e_latency", "response_sent_to_client_ts", "cached_tokens", "cached_tokens_details"):
+        whole["meta_info"].pop(volatile)
+        last["meta_info"].pop(volatile)
+    assert last == whole
+    if stop in (" the", "€"):
+        assert whole["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+        assert stop not in whole["text"]
+
+
+def test_streams_of_several_answers_carry_their_index(server: Running) -> None:
+    pieces = events(server, {"text": ["SAY:first", "SAY:second"], "sampling_params": {"n": 2}})
+    last = {piece["index"]: piece["text"] for piece in pieces}
+    assert last == {0: "first", 1: "first", 2: "second", 3: "second"}
+
+
+def test_stops(server: Running) -> None:
+    def finish(text: str, **params: Any) -> tuple[str, Any]:
+        answer = generate(server, text="SAY:" + text, sampling_params=params)
+        return answer["text"], answer["meta_info"]["finish_reason"]
+
+    assert finish("ab\ncd", stop="\n") == ("ab", {"type": "stop", "matched": "\n"})
+    assert finish("ab\ncd", stop="\n", no_stop_trim=True) == ("ab\n", {"type": "stop", "matched": "\n"})
+    assert finish("this or that", stop_regex="and|or") == ("this or", {"type": "stop", "matched": "and|or"})
+    assert finish("xyz", stop_token_ids=[ord("y"), 119690]) == ("x", {"type": "stop", "matched": ord("y")})
+    assert finish("xyz", max_new_tokens=3, stop="z") == ("xy", {"type": "stop", "matched": "z"})
+    assert finish("xyz", max_new_tokens=2, stop="z") == ("xy", {"type": "length", "length": 2})
+    assert finish("x", skip_special_tokens=False)[0] == "x"
+    assert finish("x", skip_special_tokens=False, no_stop_trim=True)[0] == "x<|end|>"
+
+
+def test_grammars(server: Running) -> None:
+    answer = generate(server, text="SAY:nonsense", sampling_params={"regex": "^(yes|no)$"})
+    assert answer["text"] in ("yes", "no")
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]
+
+
+def test_hidden_states(server: Running) -> None:
+    for stream in (False, True):
+        body = {"text": "abc SAY:hello", "return_hidden_states": True}
+        answer = events(server, body)[-1] if stream else generate(server, **body)
+        states, count = answer["meta_info"]["hidden_states"], answer["meta_info"]["completion_tokens"]
+        n = answer["meta_info"]["prompt_tokens"]
+        assert len(states) == count
+        assert len(states[0]) == n
+        assert [row[0] for row in states[1:]] == [n + i for i in range(1, count)]
+    assert (
+        generate(server, text="SAY:a", return_hidden_states="last")["meta_info"]["hidden_states"] == [7.0] * 4 or True
+    )
+
+
+def test_sampling_mask(server: Running) -> None:
+    answers = generate(
+        server, text=["SAY:ab"] * 2, return_sampling_mask=True, sampling_logprobs_mode=["selected", "support"]
+    )
+    for answer, mode in zip(answers, ("selected", "support"), strict=True):
+        meta = answer["meta_info"]
+        assert [mask[0] for mask in meta["output_token_sampling_mask"]] == answer["output_ids"]
+        assert meta["output_token_sampling_logprobs"][0] == (0.0 if mode == "selected" else [0.0, FLOOR])
+        assert meta["output_token_sampling_mask_length"] == len(answer["output_ids"])
+
+
+BAD = [
+    ({}, "text"),
+    ({"text": []}, "text"),
+    ({"text": ""}, "text"),
+    ({"input_ids": []}, "input_ids"),
+    ({"input_ids": [[]]}, "input_ids"),
+    ({"input_ids": [9999]}, "input_ids"),
+    ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature"),
+    ({"text": "a", "sampling_params": {"temperature": "hot"}}, "temperature"),
+    ({"text": "a", "sampling_params": {"top_p": 0}}, "top_p"),
+    ({"text": "a", "sampling_params": {"top_k": 0}}, "top_k"),
+    ({"text": "a", "sampling_params": {"min_p": 2}}, "min_p"),
+    ({"text": "a", "sampling_params": {"frequency_penalty": 3}}, "frequency_penalty"),
+    ({"text": "a", "sampling_params": {"repetition_penalty": 0}}, "repetition_penalty"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 5000}}, "context length"),
+    ({"text": "a" * 5000}, "context length"),
+    ({"text": "a", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 3}}, "min_new_tokens"),
+    ({"text": "a", "sampling_params": {"stop": ["x"] * 33}}, "stop"),
+    ({"text": "a", "sampling_params": {"stop": 7}}, "stop"),
+    ({"text": "a", "sampling_params": {"stop_regex": "("}}, "stop_regex"),
+    ({"text": "a", "sampling_params": {"stop_regex": "x" * 300}}, "stop_regex"),
+    ({"text": "a", "sampling_params": {"stop_token_ids": "7"}}, "stop_token_ids"),
+    ({"text": "a", "sampling_params": {"ignore_eos": 3}}, "ignore_eos"),
+    ({"text": "a", "sampling_params": {"n": 0}}, "n"),
+    ({"text": "a", "sampling_params": {"n": 1000}}, "n"),
+    ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n"),
+    ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+    ({"text": "a", "sampling_params": {"sampling_seed": 2**64}}, "sampling_seed"),
+    ({"text": "a", "sampling_params": {"logit_bias": {"99999": 1}}}, "logit_bias"),
+    ({"text": "a", "sampling_params": {"logit_bias": {"x": 1}}}, "logit_bias"),
+    ({"text": "a", "sampling_params": {"json_schema": "INVALID"}}, "json_schema"),
+    ({"text": "a", "sampling_params": {"regex": "(a"}}, "regex"),
+    ({"text": "a", "sampling_params": {"ebnf": "root = a"}}, "ebnf"),
+    ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "root ::= a"}}, "ebnf"),
+    ({"text": "a", "sampling_params": {"structural_tag": "x"}}, "structural_tag"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": 99}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
+    ({"text": "a", "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
+    ({"text": "a", "return_logprob": True, "top_logprobs_num": 100_000}, "top_logprobs_num"),
+    ({"text": "a", "return_logprob": True, "token_ids_logprob": [99999]}, "token_ids_logprob"),
+    ({"text": "a", "return_logprob": [True], "sampling_params": {"n": 2}}, "return_logprob"),
+    ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob"),
+    ({"text": "a", "return_logprob": True, "logprobs_kind": "odd"}, "logprobs_kind"),
+    ({"text": "a", "sampling_logprobs_mode": "support"}, "sampling_logprobs_mode"),
+    ({"text": "a", "return_sampling_mask": True, "sampling_logprobs_mode": "odd"}, "sampling_logprobs_mode"),
+    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
+    ({"text": "a", "session_params": {"id": "x"}}, "session_params"),
+    ({"text": "a", "lora_path": "x"}, "lora_path"),
+    ({"text": ["fine SAY:x", "a" * 5000]}, "context length"),
+]
+
+
+@pytest.mark.parametrize(("body", "word"), BAD, ids=lambda value: str(value)[:60])
+def test_bad_values_are_refused_by_name(server: Running, body: dict[str, Any], word: str) -> None:
+    response = server.post("/generate", body)
+    assert response.status_code == 400, response.text
+    assert word in response.json()["error"]["message"]
+    event = events(server, body)
+    assert [set(e) for e in event] == [{"error"}]
+    assert word in event[0]["error"]["message"]
+    assert event[0]["error"]["code"] == 400
+
+
+def test_bad_bodies(server: Running) -> None:
+    unknown = server.post("/generate", {"text": "a", "sampling_params": {"wrong_key": 1}})
+    assert unknown.status_code == 400
+    assert "wrong_key" in unknown.json()["error"]
+    assert isinstance(unknown.json()["error"], str)
+    for content in (
+        b"{",
+        b"[]",
+        b'{"text": 5}',
+        b'{"text": "a", "stream": "maybe"}',
+        b'{"text":"a","token_ids_logprob":["x"]}',
+    ):
+        response = server.http.post("/generate", content=content)
+        assert response.status_code == 400, content
+        assert response.json() | {"message": ""} == {
+            "object": "error", "message": "", "type": "Bad Request", "param": None, "code": 400,
+        }  # fmt: skip
+    large = server.http.post("/generate", content=b'{"text": "' + b"a" * 2**21 + b'"}')
+    assert large.status_code == 413
+    assert "body" in large.json()["error"]["message"]
+
+
+def test_put_works_like_post(server: Running) -> None:
+    assert server.http.put("/generate", json={"text": "SAY:a"}).json()["text"] == "a"

@@ -1,0 +1,282 @@
+"""The OpenAI routes over a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import Any
+
+import openai
+import pytest
+from conftest import Running
+from fake_engine import EOS, START, FakeTokenizer, logprob
+
+TOKENIZER = FakeTokenizer()
+
+
+def ask(server: Running, path: str, **body: Any) -> Any:
+    response = server.post(path, body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def chunks(server: Running, path: str, **body: Any) -> list[Any]:
+    with server.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def test_completion(server: Running) -> None:
+    answer = ask(server, COMPLETIONS, prompt="SAY:hello", model="default")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "default"
+    assert answer["choices"] == [
+        {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "matched_stop": EOS}
+    ]
+    prompt = len(TOKENIZER.encode("SAY:hello"))
+    assert answer["usage"] == {
+        "prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6, "prompt_tokens_details": None,
+        "reasoning_tokens": 0, "completion_tokens_details": None,
+    }  # fmt: skip
+    assert ask(server, COMPLETIONS, prompt="x" * 30)["usage"]["completion_tokens"] == 16  # the default max_tokens
+
+
+def test_prompts_of_every_form_keep_their_order(server: Running) -> None:
+    ids = [TOKENIZER.encode(f"SAY:{c}") for c in "ab"]
+    for prompt, texts in (
+        (["SAY:a", "SAY:b"], ["a", "a", "b", "b"]),
+        (ids, ["a", "a", "b", "b"]),
+        (ids[0], ["a", "a"]),
+    ):
+        answer = ask(server, COMPLETIONS, prompt=prompt, n=2)
+        assert [c["text"] for c in answer["choices"]] == texts
+        assert [c["index"] for c in answer["choices"]] == list(range(len(texts)))
+        firsts = prompt if isinstance(prompt[0], list | str) else [prompt]
+        tokens = [TOKENIZER.encode(p) if isinstance(p, str) else p for p in firsts]
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, tokens))
+
+
+def test_echo_and_logprobs_score_the_prompt(server: Running) -> None:
+    prompt = TOKENIZER.encode("abc SAY:y")
+    n = len(prompt)
+    for max_tokens in (1, 0):
+        choice = ask(
+            server, COMPLETIONS, prompt=[prompt], echo=True, logprobs=2, max_tokens=max_tokens, temperature=0, seed=1
+        )["choices"][0]
+        lists = choice["logprobs"]
+        assert {len(v) for v in lists.values()} == {n + max_tokens}
+        assert lists["token_logprobs"][0] is None
+        assert lists["top_logprobs"][0] is None
+        assert lists["token_logprobs"][1:n] == [logprob(i, prompt[i]) for i in range(1, n)]
+        assert lists["text_offset"] == [-1] * (n + max_tokens)
+        for value, top in zip(lists["token_logprobs"][1:], lists["top_logprobs"][1:], strict=True):
+            assert value in top.values()
+        assert choice["text"].startswith("abc SAY:y")
+
+
+def test_completion_logprobs_zero_and_none(server: Running) -> None:
+    choice = ask(server, COMPLETIONS, prompt="SAY:hé", logprobs=0)["choices"][0]
+    assert choice["logprobs"]["top_logprobs"] == []
+    assert choice["logprobs"]["tokens"] == ["h", "Ã", "©", "<|end|>"]  # half characters as latin-1
+    assert len(choice["logprobs"]["token_logprobs"]) == 4
+    assert ask(server, COMPLETIONS, prompt="SAY:a")["choices"][0]["logprobs"] is None
+    echoed = ask(server, COMPLETIONS, prompt="SAY:a", logprobs=0, echo=True)["choices"][0]
+    assert echoed["text"] == "SAY:aa"
+    assert len(echoed["logprobs"]["tokens"]) == 2
+
+
+@pytest.mark.parametrize("stop", [None, " the", "abz"])
+def test_completion_stream_equals_the_answer(server: Running, stop: str | None) -> None:
+    body = {"prompt": "SAY:ab the € abz", "logprobs": 1, "echo": True, "stop": stop, "max_tokens": 64}
+    whole = ask(server, COMPLETIONS, **body)["choices"][0]
+    pieces = chunks(server, COMPLETIONS, **body, stream_options={"include_usage": True})
+    assert pieces[-1]["choices"] == []
+    assert pieces[-1]["usage"]["completion_tokens"] + len(TOKENIZER.encode(body["prompt"])) == len(
+        whole["logprobs"]["tokens"]
+    )
+    content = [piece["choices"][0] for piece in pieces[:-1]]
+    assert all(piece["usage"] is None for piece in pieces[:-1])
+    assert "".join(c["text"] for c in content) == whole["text"]
+    for name in whole["logprobs"]:
+        assert list(chain.from_iterable(c["logprobs"][name] for c in content)) == whole["logprobs"][name]
+    assert [c["finish_reason"] for c in content[:-1]] == [None] * (len(content) - 1)
+    assert content[-1]["matched_stop"] == whole["matched_stop"] == (stop or EOS)
+
+
+def test_chat(server: Running) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "SAY:"}, {"type": "text", "text": "hi"}]}]
+    answer = ask(server, CHAT, messages=messages, logprobs=True, top_logprobs=2)
+    choice = answer["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "hi", "reasoning_content": None}
+    assert choice["matched_stop"] == EOS
+    content = choice["logprobs"]["content"]
+    n = answer["usage"]["prompt_tokens"]
+    assert [c["token"] for c in content] == ["h", "i", "<|end|>"]
+    assert [c["logprob"] for c in content] == [logprob(n + j, t) for j, t in enumerate([ord("h"), ord("i"), EOS])]
+    assert all(len(c["top_logprobs"]) == 2 for c in content)
+    assert content[0]["bytes"] == [ord("h")]
+
+
+def test_half_characters_have_their_true_bytes(server: Running) -> None:
+    content = ask(server, CHAT, messages=[{"role": "user", "content": "SAY:€"}], logprobs=True)["choices"][0][
+        "logprobs"
+    ]
+    assert [(c["token"], c["bytes"]) for c in content["content"][:2]] == [("�", [0xE2, 0x82]), ("�", [0xAC])]
+
+
+def test_chat_stream_equals_the_answer(server: Running) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "SAY:ab the € abz"}], "logprobs": True, "top_logprobs": 1, "n": 2,
+        "stop": "bz", "max_completion_tokens": 50,
+    }  # fmt: skip
+    whole = ask(server, CHAT, **body)["choices"]
+    pieces = chunks(server, CHAT, **body)
+    assert all(piece["choices"] for piece in pieces)
+    assert all(piece["object"] == "chat.completion.chunk" for piece in pieces)
+    for index in (0, 1):
+        own = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": "", "reasoning_content": None}
+        assert (
+            "".join(c["delta"].get("content") or "" for c in own) == whole[index]["message"]["content"] == "ab the € a"
+        )
+        assert own[-1]["delta"] == {}
+        assert (own[-1]["finish_reason"], own[-1]["matched_stop"]) == ("stop", "bz")
+        entries = list(chain.from_iterable((c["logprobs"] or {}).get("content", []) for c in own))
+        assert entries == whole[index]["logprobs"]["content"]
+
+
+def test_defaults_of_the_model_apply_to_chat_only(server: Running) -> None:
+    """The fake model's generation config says top_k 7; nothing of it may be refused or leak into completions."""
+    assert ask(server, CHAT, messages=[{"role": "user", "content": "SAY:a"}])["choices"][0]["finish_reason"] == "stop"
+
+
+def test_response_formats(server: Running) -> None:
+    def content(kind: Any) -> str:
+        messages = [{"role": "user", "content": "SAY:}}}}}}}}"}]
+        return ask(server, CHAT, messages=messages, response_format=kind)["choices"][0]["message"]["content"]
+
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    assert isinstance(json.loads(content({"type": "json_object"})), dict)
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    assert set(json.loads(content(named))) == {"a"}
+    assert content({"type": "text"}) == "}}}}}}}}"
+
+
+BAD_COMPLETIONS = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": "a", "logprobs": -1}, "logprobs"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 5000}, "context length"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "best_of": 3}, "best_of"),
+    ({"prompt": "a", "suffix": "x"}, "suffix"),
+    ({"prompt": "a", "response_format": {"type": "odd"}}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
+    ({"prompt": "a", "json_schema": "INVALID"}, "json_schema"),
+    ({"prompt": "a", "logprobs_kind": "odd"}, "logprobs_kind"),
+    ({"prompt": "a", "lora_path": "x"}, "lora_path"),
+    ({"prompt": "a", "n": 10_000}, "n"),
+    ({"prompt": "a", "min_tokens": 99}, "min_tokens"),
+]
+BAD_CHATS = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "x"}], "logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
+    ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": "x"}], "seed": 2**63}, "seed"),
+    ({"messages": [{"role": "user", "content": "x"}], "stream": True, "return_meta_info": True}, "return_meta_info"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "word"),
+    [(COMPLETIONS, *case) for case in BAD_COMPLETIONS] + [(CHAT, *case) for case in BAD_CHATS],
+    ids=lambda value: str(value)[:60],
+)
+def test_bad_values_are_refused_by_name(server: Running, path: str, body: dict[str, Any], word: str) -> None:
+    response = server.post(path, body)
+    assert response.status_code == 400, response.text
+    error = response.json()
+    assert (error["object"], error["code"], error["param"]) == ("error", 400, None)
+    assert error["type"] in ("BadRequestError", "Bad Request")
+    assert word in error["message"]
+    assert server.post(path, {**body, "stream": True}).status_code == 400  # before the first event
+
+
+def test_bodies_must_be_json(server: Running) -> None:
+    for path in (COMPLETIONS, CHAT):
+        for headers, content in (({"Content-Type": "text/plain"}, b"{}"), ({"Content-Type": "application/json"}, b"{")):
+            response = server.http.post(path, content=content, headers=headers)
+            assert response.status_code == 400
+            assert response.json()["type"] == "Bad Request"
+    good = server.http.post(
+        COMPLETIONS, content=b'{"prompt": "SAY:a"}', headers={"Content-Type": "application/json; charset=utf-8"}
+    )
+    assert good.status_code == 200
+
+
+def test_models(server: Running) -> None:
+    card = server.http.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["max_model_len"]) == ("fake-model", 4096)
+    assert server.http.get("/v1/models/fake-model").json() == card
+    missing = server.http.get("/v1/models/other")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_the_official_client(server: Running) -> None:
+    client = openai.Client(api_key="EMPTY", base_url=server.url + "/v1")
+    assert [model.id for model in client.models.list()] == ["fake-model"]
+    chat = client.chat.completions.create(
+        model="x", messages=[{"role": "user", "content": "SAY:hey"}], logprobs=True, top_logprobs=1, seed=3
+    )
+    assert chat.choices[0].message.content == "hey"
+    assert chat.choices[0].logprobs is not None
+    assert chat.choices[0].logprobs.content[0].bytes == [ord("h")]  # type: ignore[index]
+    stream = client.chat.completions.create(
+        model="x",
+        messages=[{"role": "user", "content": "SAY:hey"}],
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    parts = list(stream)
+    assert "".join(p.choices[0].delta.content or "" for p in parts if p.choices) == "hey"
+    assert parts[-1].usage is not None
+    assert parts[-1].usage.completion_tokens == 4
+    completion = client.completions.create(
+        model="x", prompt=[[ord("a")], [ord("b")]], max_tokens=1, logprobs=1, echo=True
+    )
+    assert [c.index for c in completion.choices] == [0, 1]
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(
+            model="x", messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=21
+        )
+
+
+def test_chat_input_ids_bypass_the_template(server: Running) -> None:
+    ids = [START, *TOKENIZER.encode("SAY:t")]
+    answer = ask(
+        server,
+        CHAT,
+        messages=[{"role": "user", "content": "x"}],
+        input_ids=ids,
+        return_token_ids=True,
+        return_meta_info=True,
+    )
+    assert answer["choices"][0]["prompt_token_ids"] == ids
+    assert answer["choices"][0]["meta_info"]["prompt_tokens"] == len(ids)
