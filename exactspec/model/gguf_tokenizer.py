@@ -73,7 +73,11 @@ def _byte_level(tokens: list[str], metadata: dict[str, Any], where: str) -> Any:
         raise CheckpointError(f"{where}: metadata tokenizer.ggml.merges is missing")
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     # Llama 3 takes a piece that is a token as it is, without going through the merges
-    rust = Tokenizer(models.BPE(vocab=_vocab(tokens), merges=merges, ignore_merges=SPLITS.get(pre) == (_LLAMA3,)))
+    try:
+        bpe = models.BPE(vocab=_vocab(tokens), merges=merges, ignore_merges=SPLITS.get(pre) == (_LLAMA3,))
+    except Exception as error:  # the library raises nothing more precise
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges do not fit its tokens: {error}") from error
+    rust = Tokenizer(bpe)
     if SPLITS.get(pre) == (_QWEN2,):
         rust.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(p), behavior="isolated") for p in SPLITS.get(pre, SPLITS["gpt-2"])]
