@@ -1,7 +1,7 @@
 """Ragged paged attention whose bits for a row depend on the row and its keys alone.
 
-Keys run in blocks of 64 anchored at position 0, in order, inside fixed splits of SPLIT_KEYS keys; the splits' partial results
-are merged in order. A key that a row may not see contributes an exact zero, so neither the other rows of a tile nor
+Keys run in blocks of 64 anchored at position 0, in order, inside fixed splits of SPLIT_KEYS keys; the splits' partial
+results are merged in order. A key that a row may not see contributes an exact zero, so neither the other rows of a tile nor
 keys beyond the row's last one change anything. One row tile serves every q_len, because the layout of the reduction
 follows it. Two schedules give the same bits: `whole` walks all splits of a row tile in one program, `split` gives each
 split to a program of its own and merges in a second kernel. Twin: twins.attention.
@@ -9,15 +9,15 @@ split to a program of its own and merges in a second kernel. Twin: twins.attenti
 
 from __future__ import annotations
 
+# ruff: noqa: N803, N806 (kernels write sizes in capitals, as the field does)
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from exactspec.backend.cuda.launch import OFF, launch_options, wait_for_input
 from exactspec.backend.cuda.tiles import next_power_of_2
 from exactspec.types import ForwardBatch
 
@@ -26,57 +26,57 @@ SPLIT_KEYS = 256
 ROW_TILE = 64
 MAX_PARTIAL_BYTES = 1 << 29
 COMBINE_HEADS = 8
+NUM_WARPS = 4
+STAGES = 2
+PROGRAMS_PER_SM = 2
 LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def _find(bounds, value, COUNT, STEPS: tl.constexpr):
-    """Largest i < COUNT with bounds[i] <= value; bounds rise and bounds[0] == 0."""
-    low = 0
-    high = COUNT
-    for _ in tl.static_range(STEPS):
-        middle = (low + high) // 2
-        inside = tl.load(bounds + middle, mask=middle < COUNT, other=2147483647) <= value
-        low = tl.where(inside, middle, low)
-        high = tl.where(inside, high, middle)
-    return low
 
 
 @triton.jit(do_not_specialize=["R", "T"])
 def _plan_kernel(
-    q_start, kv_len, positions, work_start, row_last, R, T,
+    q_start, kv_len, positions, items, num_items, row_last, R, T,
     TOKENS: tl.constexpr, SPLIT: tl.constexpr, WHOLE: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program 0: work_start[R + 1], the running count of (row tile, split) items. The others: each row's last key."""
-    pid = tl.program_id(0)
-    if pid == 0:
-        r = tl.arange(0, BLOCK_R)
-        r_ok = r < R
-        q_len = tl.load(q_start + r + 1, mask=r_ok, other=0) - tl.load(q_start + r, mask=r_ok, other=0)
-        r_keys = tl.load(kv_len + r, mask=r_ok, other=0)
-        items = (q_len + TOKENS - 1) // TOKENS
-        if not WHOLE:
-            items = items * ((r_keys + SPLIT - 1) // SPLIT)
-        tl.store(work_start + r + 1, tl.cumsum(items, 0), mask=r_ok)
-        tl.store(work_start, 0)
+    """Program r lists request r's work items (first row, end of rows, request, split) and its rows' last keys.
+
+    Program R writes the number of items and marks the padding rows. No search: each program sums what lies before it.
+    """
+    r = tl.program_id(0)
+    every = tl.arange(0, BLOCK_R)
+    before = every < r
+    lens = tl.load(q_start + every + 1, mask=before, other=0) - tl.load(q_start + every, mask=before, other=0)
+    counts = (lens + TOKENS - 1) // TOKENS
+    if not WHOLE:
+        counts = counts * ((tl.load(kv_len + every, mask=before, other=0) + SPLIT - 1) // SPLIT)
+    first_item = tl.sum(counts, 0)
+    lane = tl.arange(0, BLOCK)
+    low = tl.load(q_start + r)
+    if r == R:
+        tl.store(num_items, first_item)
+        for start in tl.range(low, T, BLOCK):
+            tl.store(row_last + start + lane, lane * 0 - 1, mask=start + lane < T)
     else:
-        t = (pid - 1) * BLOCK_T + tl.arange(0, BLOCK_T)
-        ok = t < T
-        low = tl.zeros((BLOCK_T,), tl.int32)
-        high = low + R
-        for _ in tl.static_range(STEPS):
-            middle = (low + high) // 2
-            inside = tl.load(q_start + middle, mask=middle < R, other=2147483647) <= t
-            low = tl.where(inside, middle, low)
-            high = tl.where(inside, high, middle)
-        keys = tl.load(kv_len + low, mask=ok, other=0)
-        if CAUSAL:
-            last = tl.load(positions + t, mask=ok, other=0)
-        else:
-            last = keys - 1
-        inside = t < tl.load(q_start + R)
-        tl.store(row_last + t, tl.where(inside, last, -1), mask=ok)
+        high = tl.load(q_start + r + 1)
+        keys = tl.load(kv_len + r)
+        splits = 1 if WHOLE else tl.maximum((keys + SPLIT - 1) // SPLIT, 1)
+        tiles = (high - low + TOKENS - 1) // TOKENS
+        count = tiles if WHOLE else tiles * ((keys + SPLIT - 1) // SPLIT)
+        for start in tl.range(0, count, BLOCK):
+            item = start + lane
+            ok = item < count
+            at = items + (first_item + item) * 4
+            tl.store(at, low + item // splits * TOKENS, mask=ok)
+            tl.store(at + 1, lane * 0 + high, mask=ok)
+            tl.store(at + 2, lane * 0 + r, mask=ok)
+            tl.store(at + 3, item % splits, mask=ok)
+        for start in tl.range(low, high, BLOCK):
+            row = start + lane
+            ok = row < high
+            last = lane * 0 + keys - 1
+            if CAUSAL:
+                last = tl.load(positions + row, mask=ok, other=0)
+            tl.store(row_last + row, last, mask=ok)
 
 
 @triton.jit
@@ -127,37 +127,29 @@ def _merge(m, total, acc, m_s, total_s, acc_s):
     return m_new, total, acc
 
 
-@triton.jit(do_not_specialize=["R", "T", "window"])
+@triton.jit(do_not_specialize=["T", "window"])
 def _attention_kernel(
-    q, k_pool, v_pool, out, part_acc, part_ml, q_start, kv_len, positions, row_last, page_table, page_stride, work_start,
-    R, T, scale, window,
+    q, k_pool, v_pool, out, part_acc, part_ml, positions, row_last, page_table, page_stride, items, num_items,
+    T, scale, window,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
     WHOLE: tl.constexpr, HAS_WINDOW: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Persistent over work items (request, row tile, split unless WHOLE) x kv head; a tile's rows are tokens x group."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    """Persistent over work items (request, row tile, split unless WHOLE) x kv head; tile rows are tokens x group."""
     GROUP: tl.constexpr = Q_HEADS // KV_HEADS
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     KV_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     lane = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     d_ok = d < HEAD_DIM
-    num_items = tl.load(work_start + R) * KV_HEADS
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0)):
+    pid = tl.program_id(0)
+    total_items = tl.load(num_items) * KV_HEADS
+    at = items + pid // KV_HEADS * 4
+    row0, row_end, r, part = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    wait_for_input(PDL)  # the plan is complete before any kernel of the first layer starts: items may be read before
+    for item in tl.range(pid, total_items, tl.num_programs(0)):
         kv_head = item % KV_HEADS
-        work = item // KV_HEADS
-        r = _find(work_start, work, R, STEPS)
-        keys = tl.load(kv_len + r)
-        local = work - tl.load(work_start + r)
-        row0 = tl.load(q_start + r)
-        row_end = tl.load(q_start + r + 1)
-        num_splits = (keys + SPLIT - 1) // SPLIT
-        part = tl.where(WHOLE, 0, local % num_splits)
-        tile = tl.where(WHOLE, local, local // num_splits)
-        token = row0 + tile * TOKENS + lane // GROUP
+        token = row0 + lane // GROUP
         head = kv_head * GROUP + lane % GROUP
         ok = (token < row_end) & (lane < TOKENS * GROUP)
         last = tl.load(row_last + token, mask=ok, other=-1)
@@ -171,7 +163,7 @@ def _attention_kernel(
         high = tl.max(last) + 1
         k_head = k_pool + kv_head * HEAD_DIM
         v_head = v_pool + kv_head * HEAD_DIM
-        pages = page_table + r.to(tl.int64) * page_stride
+        pages = page_table + tl.cast(r, tl.int64) * page_stride
         if WHOLE:
             m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
@@ -184,7 +176,7 @@ def _attention_kernel(
                 )  # fmt: skip
                 m, total, acc = _merge(m, total, acc, m_s, total_s, acc_s)
             safe = tl.where(total > 0.0, total, 1.0)
-            o = tl.div_rn(acc, tl.zeros_like(acc) + safe[:, None])
+            o = acc * tl.div_rn(1.0, safe)[:, None]
             tl.store(
                 out + rows[:, None] * HEAD_DIM + d[None, :],
                 o.to(out.dtype.element_ty),
@@ -196,10 +188,19 @@ def _attention_kernel(
                 tl.maximum(low, part * SPLIT), tl.minimum(high, (part + 1) * SPLIT), scale,
                 KV_STRIDE, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, STAGES,
             )  # fmt: skip
-            base = part.to(tl.int64) * T * Q_HEADS + rows
-            tl.store(part_acc + base[:, None] * HEAD_DIM + d[None, :], acc, mask=ok[:, None] & d_ok[None, :])
-            tl.store(part_ml + base * 2, m, mask=ok)
-            tl.store(part_ml + base * 2 + 1, total, mask=ok)
+            # a row whose keys all lie in split 0 is finished here: merging one split changes no bit
+            done = ok & (last < SPLIT - part * SPLIT)
+            some = ok & (last >= SPLIT)
+            safe = tl.where(total > 0.0, total, 1.0)
+            o = (acc * tl.div_rn(1.0, safe)[:, None]).to(out.dtype.element_ty)
+            tl.store(out + rows[:, None] * HEAD_DIM + d[None, :], o, mask=done[:, None] & d_ok[None, :])
+            base = tl.cast(part, tl.int64) * T * Q_HEADS + rows
+            tl.store(part_acc + base[:, None] * HEAD_DIM + d[None, :], acc, mask=some[:, None] & d_ok[None, :])
+            tl.store(part_ml + base * 2, m, mask=some)
+            tl.store(part_ml + base * 2 + 1, total, mask=some)
+        next_at = items + tl.minimum(item + tl.num_programs(0), total_items - 1) // KV_HEADS * 4
+        row0, row_end = tl.load(next_at), tl.load(next_at + 1)
+        r, part = tl.load(next_at + 2), tl.load(next_at + 3)
 
 
 @triton.jit(do_not_specialize=["T", "window"])
@@ -208,32 +209,31 @@ def _combine_kernel(
     Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, SPLIT: tl.constexpr,
     HAS_WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, group of heads): merges the row's splits in order. Splits past the row's last key are not read."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    """Program (row, group of heads): merges the splits of a row with more than one, up to its last key, in order."""
     row = tl.program_id(0)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     head_ok = head < Q_HEADS
     ok = head_ok[:, None] & (d < HEAD_DIM)[None, :]
     last = tl.load(row_last + row)
-    m = tl.full((BLOCK_H,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_H,), tl.float32)
-    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     low = 0
     if HAS_WINDOW:
         low = tl.maximum(tl.load(positions + row) - window + 1, 0) // SPLIT
-    for split in tl.range(low, tl.cdiv(last + 1, SPLIT)):
-        base = (tl.cast(T, tl.int64) * split + row) * Q_HEADS + head
-        m_s = tl.load(part_ml + base * 2, mask=head_ok, other=float("-inf"))
-        total_s = tl.load(part_ml + base * 2 + 1, mask=head_ok, other=0.0)
-        acc_s = tl.load(part_acc + base[:, None] * HEAD_DIM + d[None, :], mask=ok, other=0.0)
-        m, total, acc = _merge(m, total, acc, m_s, total_s, acc_s)
-    safe = tl.where(total > 0.0, total, 1.0)
-    o = tl.div_rn(acc, tl.zeros_like(acc) + safe[:, None])
-    rows = row.to(tl.int64) * Q_HEADS + head
-    tl.store(out + rows[:, None] * HEAD_DIM + d[None, :], o.to(out.dtype.element_ty), mask=ok)
+    wait_for_input(PDL)
+    if last >= SPLIT:
+        m = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_H,), tl.float32)
+        acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+        for split in tl.range(low, tl.cdiv(last + 1, SPLIT)):
+            base = (tl.cast(T, tl.int64) * split + row) * Q_HEADS + head
+            m_s = tl.load(part_ml + base * 2, mask=head_ok, other=float("-inf"))
+            total_s = tl.load(part_ml + base * 2 + 1, mask=head_ok, other=0.0)
+            acc_s = tl.load(part_acc + base[:, None] * HEAD_DIM + d[None, :], mask=ok, other=0.0)
+            m, total, acc = _merge(m, total, acc, m_s, total_s, acc_s)
+        safe = tl.where(total > 0.0, total, 1.0)
+        o = acc * tl.div_rn(1.0, safe)[:, None]
+        rows = tl.cast(row, tl.int64) * Q_HEADS + head
+        tl.store(out + rows[:, None] * HEAD_DIM + d[None, :], o.to(out.dtype.element_ty), mask=ok)
 
 
 @dataclass(slots=True)
@@ -242,11 +242,11 @@ class AttentionPlan:
 
     whole: bool
     programs: int
-    work_start: Tensor  # [R + 1] int32
+    items: Tensor  # [most items, 4] int32
+    num_items: Tensor  # [1] int32
     row_last: Tensor  # [T] int32, the last key a row sees, -1 for padding
     part_acc: Tensor | None  # [splits, T, heads, D] float32
     part_ml: Tensor | None  # [splits, T, heads, 2] float32
-    steps: int
 
 
 def max_items(batch: ForwardBatch, group: int, kv_heads: int, whole: bool) -> int:
@@ -274,21 +274,21 @@ def make_plan(
     if whole is None:
         whole = prefers_whole(rows, requests, kv_heads, group, num_sms)
         whole = whole or splits * rows * q_heads * head_dim * 4 > MAX_PARTIAL_BYTES
-    work_start = torch.empty(requests + 1, dtype=torch.int32, device=device)
+    most = max_items(batch, group, kv_heads, whole)
+    items = torch.empty((most // kv_heads, 4), dtype=torch.int32, device=device)
+    num_items = torch.empty(1, dtype=torch.int32, device=device)
     row_last = torch.empty(rows, dtype=torch.int32, device=device)
-    steps = max(1, requests.bit_length() + 1)
-    block_t = 256
-    _plan_kernel[(1 + triton.cdiv(rows, block_t),)](
-        batch.q_start, batch.kv_len, batch.positions, work_start, row_last, requests, rows,
+    _plan_kernel[(requests + 1,)](
+        batch.q_start, batch.kv_len, batch.positions, items, num_items, row_last, requests, rows,
         TOKENS=ROW_TILE // group, SPLIT=SPLIT_KEYS, WHOLE=whole, CAUSAL=batch.causal,
-        BLOCK_R=max(16, next_power_of_2(requests)), BLOCK_T=block_t, STEPS=steps, num_warps=4,
+        BLOCK_R=max(16, next_power_of_2(requests)), BLOCK=128, num_warps=4,
     )  # fmt: skip
     part_acc = part_ml = None
     if not whole:
         part_acc = torch.empty((splits, rows, q_heads, head_dim), dtype=torch.float32, device=device)
         part_ml = torch.empty((splits, rows, q_heads, 2), dtype=torch.float32, device=device)
-    programs = min(max_items(batch, group, kv_heads, whole), num_sms * 4)
-    return AttentionPlan(whole, max(1, programs), work_start, row_last, part_acc, part_ml, steps)
+    programs = min(most, num_sms * PROGRAMS_PER_SM)
+    return AttentionPlan(whole, programs, items, num_items, row_last, part_acc, part_ml)
 
 
 def attention(
@@ -300,27 +300,27 @@ def attention(
     scale: float,
     window: int | None,
     out: Tensor,
-    pdl: bool = False,
+    pdl: int = OFF,
 ) -> Tensor:
     """q [T, heads, D], pools of one layer [slots, kv heads, D] -> out [T, heads * D], all in the model's dtype."""
     rows, q_heads, head_dim = q.shape
     kv_heads = k_pool.shape[1]
     block_d = max(16, next_power_of_2(head_dim))
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    launch = launch_options(pdl)
     part_acc = out if plan.part_acc is None else plan.part_acc
     part_ml = out if plan.part_ml is None else plan.part_ml
     has_window = window is not None
     _attention_kernel[(plan.programs,)](
-        q, k_pool, v_pool, out, part_acc, part_ml, batch.q_start, batch.kv_len, batch.positions, plan.row_last,
-        batch.page_table, batch.page_table.stride(0), plan.work_start, batch.num_requests, rows, scale * LOG2_E, window or 0,
+        q, k_pool, v_pool, out, part_acc, part_ml, batch.positions, plan.row_last, batch.page_table,
+        batch.page_table.stride(0), plan.items, plan.num_items, rows, scale * LOG2_E, window or 0,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=ROW_TILE, BLOCK_N=KEY_BLOCK,
-        SPLIT=SPLIT_KEYS, PAGE=batch.page_size, STEPS=plan.steps, WHOLE=plan.whole, HAS_WINDOW=has_window,
-        STAGES=2, PDL=pdl, num_warps=4, **launch,
+        SPLIT=SPLIT_KEYS, PAGE=batch.page_size, WHOLE=plan.whole, HAS_WINDOW=has_window,
+        STAGES=STAGES, PDL=pdl, num_warps=NUM_WARPS, **launch,
     )  # fmt: skip
     if not plan.whole:
         _combine_kernel[(rows, triton.cdiv(q_heads, COMBINE_HEADS))](
-            part_acc, part_ml, batch.positions, plan.row_last, out, rows, window or 0, Q_HEADS=q_heads, HEAD_DIM=head_dim,
-            BLOCK_D=block_d, BLOCK_H=COMBINE_HEADS, SPLIT=SPLIT_KEYS, HAS_WINDOW=has_window, PDL=pdl,
+            part_acc, part_ml, batch.positions, plan.row_last, out, rows, window or 0, Q_HEADS=q_heads,
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_H=COMBINE_HEADS, SPLIT=SPLIT_KEYS, HAS_WINDOW=has_window, PDL=pdl,
             num_warps=4, **launch,
         )  # fmt: skip
     return out

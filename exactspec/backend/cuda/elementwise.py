@@ -6,14 +6,13 @@ twins.rms_norm, twins.rope_write.
 
 from __future__ import annotations
 
-from typing import Any
-
+# ruff: noqa: N803 (kernels write sizes in capitals, as the field does)
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from exactspec.backend.base import RopeTable
+from exactspec.backend.cuda.launch import OFF, launch_options, wait_for_input
 from exactspec.backend.cuda.tiles import next_power_of_2
 
 HEADS_PER_PROGRAM = 8
@@ -29,9 +28,7 @@ def _rms_norm_kernel(
     cols = tl.arange(0, BLOCK)
     ok = cols < WIDTH
     w = tl.load(weight + cols, mask=ok, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_input(PDL)
     values = tl.load(x + row * WIDTH + cols, mask=ok, other=0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values) / WIDTH + eps)
     values = values * scale * w
@@ -48,10 +45,10 @@ def norm_warps(width: int) -> int:
     return 1 if width <= 512 else 4 if width <= 2048 else 8
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, pdl: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor, pdl: int = OFF) -> Tensor:
     """x [M, H] float32, weight [H] float32 -> out [M, H] float32, or rounded to out's dtype."""
     rows, width = x.shape
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    launch = launch_options(pdl)
     _rms_norm_kernel[(rows,)](
         x, weight, out, x, x, x, 0, eps, WIDTH=width, BLOCK=next_power_of_2(width), ADD=False, HAS_COPY=False, PDL=pdl,
         num_warps=norm_warps(width), **launch,
@@ -66,11 +63,11 @@ def add_rms_norm(
     residual: Tensor,
     out: Tensor,
     copy: Tensor | None = None,
-    pdl: bool = False,
+    pdl: int = OFF,
 ) -> Tensor:
     """out = residual + rms_norm(branch): the second norm of a branch that has one. out may be residual."""
     rows, width = branch.shape
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    launch = launch_options(pdl)
     _rms_norm_kernel[(rows,)](
         branch, weight, out, residual, out, out if copy is None else copy, 0 if copy is None else copy.stride(0), eps,
         WIDTH=width, BLOCK=next_power_of_2(width), ADD=True, HAS_COPY=copy is not None, PDL=pdl,
@@ -95,9 +92,7 @@ def _rope_kernel(
     is_v = head >= Q_HEADS + KV_HEADS
     turned = (d < ROTARY)[None, :] & (head < Q_HEADS + KV_HEADS)[:, None]
     partner = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_input(PDL)
     ok = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
     base = qkv + row * qkv_stride + head[:, None] * HEAD_DIM
     x = tl.load(base + d[None, :], mask=ok, other=0.0)
@@ -138,7 +133,7 @@ def rope_write(
     k_pool: Tensor,
     v_pool: Tensor,
     eps: float,
-    pdl: bool = False,
+    pdl: int = OFF,
 ) -> None:
     """qkv [T, (q + 2 kv heads) * D] float32 (no q part if q_out is None) -> q_out [T, q heads, D] and the pool's rows.
 
@@ -147,7 +142,7 @@ def rope_write(
     kv_heads, head_dim = k_pool.shape[1], k_pool.shape[2]
     q_heads = 0 if q_out is None else q_out.shape[1]
     groups = triton.cdiv(q_heads + 2 * kv_heads, HEADS_PER_PROGRAM)
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    launch = launch_options(pdl)
     some = k_norm if k_norm is not None else rope.cos
     _rope_kernel[(qkv.shape[0], groups)](
         qkv, qkv.stride(0), q_norm if q_norm is not None else some, some, rope.cos, rope.sin, positions, slots,

@@ -7,15 +7,16 @@ inside a tile is that of the matrix instructions (16 terms each), which is the s
 
 from __future__ import annotations
 
+# ruff: noqa: N803 (kernels write sizes in capitals, as the field does)
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from exactspec.backend.cuda.launch import OFF, launch_options, release_late, wait_for_input
 from exactspec.backend.cuda.tiles import Tile
 
 PLAIN, SILU_MUL, GELU_MUL = 0, 1, 2
@@ -98,21 +99,20 @@ def _gemm_kernel(
         _prefetch_rows(w + n_in.to(tl.int64) * K, PREFETCH)
         if ACTIVATION != 0:
             _prefetch_rows(w + (N + n_in).to(tl.int64) * K, PREFETCH)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    x_ptr = x + tl.where(m < M, m, 0).to(tl.int64)[:, None] * K + k[None, :]
+    wait_for_input(PDL)
+    m_ok = (m < M)[:, None]
+    x_ptr = x + m.to(tl.int64)[:, None] * K + k[None, :]
     w_ptr = w + n_in.to(tl.int64)[None, :] * K + k[:, None]
     up_ptr = w_ptr + tl.cast(N, tl.int64) * K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc_up = acc
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
-            a = tl.load(x_ptr)
+            a = tl.load(x_ptr, mask=m_ok, other=0.0)
             b = tl.load(w_ptr)
         else:
             k_ok = k < K - start
-            a = tl.load(x_ptr, mask=k_ok[None, :], other=0.0)
+            a = tl.load(x_ptr, mask=m_ok & k_ok[None, :], other=0.0)
             b = tl.load(w_ptr, mask=k_ok[:, None], other=0.0)
         acc = tl.dot(a, b, acc)
         if ACTIVATION != 0:
@@ -121,6 +121,7 @@ def _gemm_kernel(
             up_ptr += BLOCK_K
         x_ptr += BLOCK_K
         w_ptr += BLOCK_K
+    release_late(PDL)
     _store_tile(
         acc, acc_up, out, bias, residual, copy, copy_stride, M, N, pid_m * BLOCK_M, pid_n * BLOCK_N,
         BLOCK_M, BLOCK_N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_COPY,
@@ -165,14 +166,14 @@ def gemm(
     residual: Tensor | None = None,
     copy: Tensor | None = None,
     activation: int = PLAIN,
-    pdl: bool = False,
+    pdl: int = OFF,
     prefetch: int = 0,
-    num_programs: int = 132,
+    num_sms: int = 132,
 ) -> Tensor:
     """out = activation(x @ weight.T + bias) + residual; `copy` (a column slice of a float32 matrix) gets it too.
 
-    x [M, K] and weight [N or 2N, K] in bfloat16 or float16; out [M, N] float32 or the weights' dtype; bias float32 [N or 2N].
-    `residual` may be `out` itself: a program reads its tile before it writes it.
+    x [M, K] and weight [N or 2N, K] in bfloat16 or float16; out [M, N] float32 or the weights' dtype; bias float32
+    [N or 2N]. `residual` may be `out` itself: a program reads its tile before it writes it.
     """
     rows, depth = x.shape
     cols = out.shape[1]
@@ -192,6 +193,7 @@ def gemm(
     block_cols = tile.cols if activation == PLAIN else max(16, tile.cols // 2)
     num_tiles = triton.cdiv(rows, tile.rows) * triton.cdiv(cols, block_cols)
     if tile.wide:
+        num_programs = num_sms * tile.per_sm
         x_desc = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
         w_desc = TensorDescriptor.from_tensor(weight, [block_cols, tile.depth])
         _gemm_wide_kernel[(min(num_programs, num_tiles),)](
@@ -200,7 +202,7 @@ def gemm(
             NUM_PROGRAMS=num_programs, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **flags,
         )  # fmt: skip
         return out
-    launch: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    launch = launch_options(pdl)
     _gemm_kernel[(num_tiles,)](
         x, weight, out, *extra, rows, cols, depth,
         BLOCK_M=tile.rows, BLOCK_N=block_cols, BLOCK_K=tile.depth, GROUP_M=tile.group, EVEN_K=depth % tile.depth == 0,

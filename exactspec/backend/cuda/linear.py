@@ -7,11 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exactspec.backend.cuda import gemm as g
+from exactspec.backend.cuda.launch import AFTER_WAIT, LATE, OFF
 from exactspec.backend.cuda.tiles import Tile, choose_tile, tiles_of_shape
 from exactspec.errors import DeviceError
 
 PREFETCH_TOTAL = 12 << 20  # bytes of weights a waiting GEMM may bring into the 50 MB L2 cache ahead of its turn
-SMALL_ROWS = 64
+LATE_BYTES = 16 << 20  # weights from this size on fill the device: their GEMM lets the next kernel start late
+SMALL_ROWS = 32  # early starts pay where kernels are short
 
 
 class CudaLinear:
@@ -42,6 +44,10 @@ class CudaLinear:
     def dtype(self) -> torch.dtype:
         return self.weight.dtype
 
+    @property
+    def early_start(self) -> int:
+        return LATE if self.weight.numel() * self.weight.element_size() >= LATE_BYTES else AFTER_WAIT
+
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, in] float32 (or already rounded) -> [M, out] float32."""
         return self.into(x.to(self.dtype), torch.empty((x.shape[0], self.out_features), device=x.device))
@@ -65,10 +71,10 @@ class CudaLinear:
         if not self.exact:
             return self._fast(x, out, residual, copy)
         chosen = tile or choose_tile(x.shape[0], self.weight.shape[0], self.weight.shape[1])
-        pdl = self.pdl and x.shape[0] <= SMALL_ROWS
+        mode = self.early_start if self.pdl and x.shape[0] <= SMALL_ROWS else OFF
         return g.gemm(
-            x.contiguous(), self.weight, out, chosen, self.bias, residual, copy, self.activation, pdl,
-            self.prefetch if pdl else 0, self.num_sms,
+            x.contiguous(), self.weight, out, chosen, self.bias, residual, copy, self.activation, mode,
+            self.prefetch if mode != OFF else 0, self.num_sms,
         )  # fmt: skip
 
     def _fast(self, x: Tensor, out: Tensor, residual: Tensor | None, copy: Tensor | None) -> Tensor:

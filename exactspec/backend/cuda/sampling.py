@@ -1,12 +1,13 @@
 """Counter-based noise and the fused draw: one pass over the logits gives the sampled token and its raw logprob.
 
-The noise has the integers of the torch reference (torch_ref.noise): Philox 4x32-10 (Salmon et al., SC 2011), key = seed,
+The noise has the integers of the torch reference (torch_ref.noise): Philox 4x32-10 (Salmon et al., SC 2011), key seed,
 counter = (token id // 4, position low, position high, stream), word = token id % 4; then Gumbel by the inverse of its
 distribution function, in float32. Twins: torch_ref.noise.gumbel, twins.draw.
 """
 
 from __future__ import annotations
 
+# ruff: noqa: N803 (kernels write sizes in capitals, as the field does)
 import torch
 import triton
 import triton.language as tl
@@ -116,7 +117,7 @@ def draw(
     stream: int = 0,
     valid_vocab: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """argmax(logits / T + gumbel) per row, ties to the lowest id; a row with T = 0, or temperatures None, takes the argmax.
+    """argmax(logits / T + gumbel) per row, ties to the lowest id; the argmax where T = 0 or temperatures is None.
 
     logits [N, V] float32 contiguous, of which the first valid_vocab columns count; temperatures [N] float32, seeds and
     positions [N] int64 -> ids [N] int64, their raw logprobs [N] float32, logsumexp of the raw logits [N] float32.

@@ -1,7 +1,8 @@
 """Decoder layers on CUDA: nine kernels a layer, no device synchronisation, ready to be captured in a graph.
 
 The residual stream is float32; rows are rounded to the weights' dtype where they meet a GEMM. A layer is: norm, qkv,
-q/k norm + RoPE + K/V write, attention (+ merge of its splits), o + residual, norm, gate/up + activation, down + residual.
+q/k norm + RoPE + K/V write, attention (+ merge of its splits), o + residual, norm, gate/up + activation, down +
+residual.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
 from exactspec.backend.cuda import gemm as g
 from exactspec.backend.cuda.attention import ROW_TILE, AttentionPlan, attention, make_plan
 from exactspec.backend.cuda.elementwise import add_rms_norm, rms_norm, rope_write
+from exactspec.backend.cuda.launch import AFTER_WAIT, BEFORE_WAIT, OFF
 from exactspec.backend.cuda.linear import SMALL_ROWS, CudaLinear
 from exactspec.errors import CheckpointError, UnsupportedModelError
 from exactspec.types import ForwardBatch
@@ -51,7 +53,7 @@ class CudaLayer:
         rope: RopeTable,
         pool: KVPool,
         copy: Tensor | None,
-        pdl: bool,
+        pdl: int,
     ) -> None:
         """x = layer(source); x and source [T, H] float32 may be one tensor. `copy` gets the result too."""
         spec, rows = self.spec, x.shape[0]
@@ -78,7 +80,7 @@ class CudaLayer:
         residual: Tensor,
         out: Tensor,
         copy: Tensor | None,
-        pdl: bool,
+        pdl: int,
     ) -> None:
         if norm is None:
             linear.into(rows, out, residual, copy)
@@ -111,7 +113,7 @@ class CudaStack:
         captured = torch.empty((rows, len(capture) * spec.hidden_size), device=x.device) if capture else None
         if rows == 0:
             return hidden, captured
-        pdl = self.pdl and rows <= SMALL_ROWS
+        pdl = BEFORE_WAIT if self.pdl and rows <= SMALL_ROWS else OFF
         plan = make_plan(batch, spec.num_heads, spec.num_kv_heads, spec.head_dim, self.num_sms)
         source = x
         for i, layer in enumerate(self.layers):
@@ -126,10 +128,10 @@ class CudaStack:
     def write_context(self, context: Tensor, positions: Tensor, slots: Tensor, pool: KVPool) -> None:
         if context.shape[0] == 0:
             return
-        pdl = self.pdl and context.shape[0] <= SMALL_ROWS
+        pdl = AFTER_WAIT if self.pdl and context.shape[0] <= SMALL_ROWS else OFF
+        rows = context.to(self.layers[0].kv.dtype)
         for i, layer in enumerate(self.layers):
             kv = layer.kv
-            rows = context.to(kv.dtype) if i == 0 else rows
             out = kv.into(rows, torch.empty((rows.shape[0], kv.out_features), device=rows.device))
             rope = self.ropes[self.spec.rope_index[i]]
             rope_write(

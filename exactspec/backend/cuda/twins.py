@@ -1,4 +1,4 @@
-"""Torch twins of the Triton kernels: the same function in plain operators, any device, float32. Truth in tests, not speed.
+"""Torch twins of the Triton kernels: the same function in plain operators, float32, any device. For tests, not for speed.
 
 The twin of the noise is torch_ref.noise.gumbel; that of a whole stack is TorchStack.
 """
@@ -87,7 +87,7 @@ def attention(
 
 
 def draw(logits: Tensor, temperatures: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(ids, raw logprobs, logsumexp) of argmax(logits / T + noise), or of the argmax where T = 0; ties to the lowest id."""
+    """(ids, raw logprobs, logsumexp) of argmax(logits / T + noise), the argmax where T = 0; ties to the lowest id."""
     hot = temperatures > 0
     scores = torch.where(hot[:, None], logits / temperatures.clamp_min(1e-30)[:, None] + noise, logits)
     best = scores == scores.max(-1, keepdim=True).values
