@@ -37,7 +37,8 @@ class SpsTable:
     """`seconds[i]` is the time of a step of `rows[i]` rows, never falling with the rows.
 
     Between measured points time is interpolated, before the first it is the first's, behind the last it grows on with
-    the mean slope of the curve's second half (one point: in proportion). Measured curves are staircases: measure every row count that matters.
+    the mean slope of the curve's second half (one point: in proportion). Measured curves are staircases: measure
+    every row count that matters.
     """
 
     key: SpsKey

@@ -34,8 +34,7 @@ def prefix_survival(confidence: ArrayLike) -> Floats:
     A confidence that is not a number counts as 0: a bad draft costs speed and is never worth an error.
     """
     c = np.nan_to_num(np.asarray(confidence, dtype=np.float64), nan=0.0)
-    survival: Floats = np.cumprod(np.clip(c, 0.0, 1.0), axis=-1)
-    return survival
+    return np.cumprod(np.clip(c, 0.0, 1.0), axis=-1, dtype=np.float64)
 
 
 class AcceptanceEstimate:
