@@ -97,7 +97,7 @@ def write_gguf(
     model: Any, path: Path, architecture: str = "llama", quant: str = "F32", change: Any = None, extra: Any = None,
     **options: Any,
 ) -> Path:  # fmt: skip
-    """`change(tensors)` may edit the tensors, `extra(writer)` may add metadata; options go to GGUFWriter (splitting)."""
+    """`change(tensors)` may edit the tensors, `extra(writer)` may add metadata; options go to GGUFWriter."""
     writer = gguf.GGUFWriter(path, architecture, **options)
     add_metadata(writer, model, architecture)
     add_tokenizer(writer)
