@@ -81,7 +81,7 @@ def _floor(target: Any, console: Any) -> dict[str, Any]:
     bandwidth = read_bandwidth(target, num_bytes)
     floor_ms = num_bytes / bandwidth * 1e3
     console.print(
-        f"weights {num_bytes / 1e6:.0f} MB, read bandwidth {bandwidth / 1e9:.1f} GB/s: floor of a step {floor_ms:.2f} ms"
+        f"weights {num_bytes / 1e6:.0f} MB read at {bandwidth / 1e9:.1f} GB/s: floor of a step {floor_ms:.2f} ms"
     )
     pool = target.make_pool(2048)
     times = [measure_step(target, pool, rows, 256) for rows in (1, 2, 4, 8, 16, 32, 64)]

@@ -64,8 +64,8 @@ def _score_all(llm: Any, records: list[dict[str, Any]], sink: IO[str], top: int)
 
 
 def _read(file: str) -> Iterator[dict[str, Any]]:
-    lines = sys.stdin if file == "-" else Path(file).open(encoding="utf-8")
-    for number, line in enumerate(lines, start=1):
+    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         if not line.lstrip().startswith("{"):
