@@ -10,6 +10,9 @@ namespace {
 
 constexpr int MOST_ROWS = 192;  // query rows (tokens x grouped heads) of a tile: their sums stay in the second cache
 
+// Most cache lines of the keys and values of a block: float32, each row may begin within a line.
+size_t lines_of_block(int dim) { return (size_t)2 * KEYS * (dim * 4 / 64 + 1); }
+
 // The keys [low, high) that a row sees, and where they fall in the block that starts at `base`.
 struct KeyRange {
     int low, high;
@@ -36,6 +39,8 @@ struct Work {
     Tile keys;
     float *sums, *max_score;  // [rows, dim], [rows]
     vf* weight_sum;           // [rows]: lanes are added up at the end only
+    const char** lines;       // [lines_of_block]: what to fetch next
+    Fetch fetch = {};
 
     using Elem = typename Tile::Elem;
 
@@ -57,16 +62,20 @@ struct Work {
             k[j] = slot_row(a.pool->k, slots[j]);
             v[j] = slot_row(a.pool->v, slots[j]);
         }
-        const int ahead = std::min(KEYS, kv_len - base - KEYS);
-        for (int j = 0; j < ahead; j++) {
-            fetch_row(slot_row(a.pool->k, slots[KEYS + j]));
-            fetch_row(slot_row(a.pool->v, slots[KEYS + j]));
-        }
         keys.pack(k, v, n, dim);
+        plan_fetch(slots + KEYS, std::min(KEYS, kv_len - base - KEYS));
     }
 
-    void fetch_row(const Elem* p) const {
-        for (size_t i = 0; i < dim * sizeof(Elem); i += 64) __builtin_prefetch((const char*)p + i, 0, 3);
+    // Lists the cache lines of the next `count` keys and values and spreads them over this block's multiplications.
+    void plan_fetch(const int32_t* slots, int count) {
+        int lines_listed = 0;
+        for (int j = 0; j < count; j++)
+            for (const void* base : {a.pool->k, a.pool->v}) {
+                const char* row = (const char*)slot_row(base, slots[j]);
+                for (size_t i = 0; i < dim * sizeof(Elem); i += 64) lines[lines_listed++] = row + i;
+            }
+        const int turns = (tokens * group + TILE_ROWS - 1) / TILE_ROWS * (dim * (int)sizeof(Elem) / 4);
+        fetch = {lines, lines + lines_listed, (lines_listed + turns - 1) / turns};
     }
 
     // Rows [first, first + count) against the loaded block; they see the same keys of it.
@@ -77,7 +86,7 @@ struct Work {
         const typename Tile::Query* q[ROWS];
         float factor[ROWS];
         for (int r = 0; r < ROWS; r++) q[r] = query(first + r);
-        keys.template scores<ROWS>(q, dim, score);
+        keys.template scores<ROWS>(q, dim, score, fetch);
         const float scale = a.stack->attention_scale * LOG2E;
         for (int r = 0; r < ROWS; r++) {
             factor[r] = softmax_step<Tile>(score + r * KEYS, scale, seen.low, seen.high, max_score[first + r],
@@ -143,7 +152,8 @@ void attend_with(const AttentionArgs& a, int layer, const AttentionTile& tile, i
     float* sums = carve.take<float>((size_t)rows * dim);
     float* max_score = carve.take<float>(rows);
     vf* weight_sum = carve.take<vf>(rows);
-    Work<Tile>{a, layer, kv_head, dim, group, tile.rows, tile, keys, sums, max_score, weight_sum}.run();
+    const char** lines = carve.take<const char*>(lines_of_block(dim));
+    Work<Tile>{a, layer, kv_head, dim, group, tile.rows, tile, keys, sums, max_score, weight_sum, lines}.run();
 }
 
 }  // namespace
@@ -159,6 +169,7 @@ size_t attention_scratch(const EsStack& stack, int tile_tokens) {
     carve.take<float>(rows * stack.head_dim);
     carve.take<float>(rows);
     carve.take<vf>(rows);
+    carve.take<const char*>(lines_of_block(stack.head_dim));
     return carve.used();
 }
 

@@ -70,11 +70,12 @@ class PairTile {
     }
 
     template <int ROWS>
-    void scores(const Query* const* q, int dim, float* out) const {
+    void scores(const Query* const* q, int dim, float* out, Fetch& fetch) const {
         __m512 s[ROWS][VECS];
         for (int r = 0; r < ROWS; r++)
             for (int i = 0; i < VECS; i++) s[r][i] = _mm512_setzero_ps();
         for (int d = 0; d < dim / 2; d++) {
+            fetch.turn();
             __m512bh key[VECS];
             for (int i = 0; i < VECS; i++) key[i] = (__m512bh)_mm512_load_si512(k_ + (size_t)d * KEYS + i * 16);
             ES_UNROLL_TILE

@@ -14,6 +14,17 @@ namespace es {
 constexpr int TILE_ROWS = ES_AVX512 ? 6 : 2;  // rows of a register tile
 constexpr int VECS = 4;                       // vectors of a register tile
 
+// Cache lines of the next block, fetched a few at a time between multiplications: asking for all of them at once would
+// fill the queue of outstanding misses and stall everything behind it.
+struct Fetch {
+    const char* const* next = nullptr;
+    const char* const* end = nullptr;
+    int per_turn = 0;
+    void turn() {
+        for (int i = 0; i < per_turn && next < end; i++) __builtin_prefetch(*next++, 0, 2);
+    }
+};
+
 // One row's step of the online softmax over a block. score [KEYS]: raw products; keys outside [low, high) get weight 0.
 // Writes the weights 2^(scale * (score - max)), updates the row's maximum (of the raw products, so scale must be
 // positive) and its sum of weights; returns the factor for what was summed before.
@@ -69,10 +80,11 @@ class FloatTile {
     }
 
     template <int ROWS>
-    void scores(const Query* const* q, int dim, float* out) const {
+    void scores(const Query* const* q, int dim, float* out, Fetch& fetch) const {
         for (int c = 0; c < KEYS; c += VECS * VW) {
             vf s[ROWS][VECS] = {};
             for (int d = 0; d < dim; d++) {
+                fetch.turn();
                 vf key[VECS];
                 for (int i = 0; i < VECS; i++) key[i] = loadf(k_ + (size_t)d * KEYS + c + i * VW);
                 ES_UNROLL_TILE

@@ -15,7 +15,7 @@ namespace es {
 namespace {
 
 constexpr auto SPIN_JOB = std::chrono::microseconds(300);     // a step's next call usually comes within this time
-constexpr auto SPIN_BARRIER = std::chrono::microseconds(200);  // members of one job arrive close together
+constexpr int MIN_SPIN_NS = 4000, MAX_SPIN_NS = 200000;        // at a barrier, see Patience
 constexpr int MAX_TEAM = 256;
 
 struct Team {
@@ -45,22 +45,35 @@ inline void relax() {
 #endif
 }
 
+// How long a thread spins at a barrier before it sleeps. Spinning is right while every member has a core to itself;
+// when another process takes one, a spinning member may hold the very core that the late member needs. So each wait
+// in vain halves the patience and each success restores a quarter.
+thread_local int patience_ns = MAX_SPIN_NS;
+
+void learn_patience(bool success) {
+    patience_ns = success ? patience_ns + patience_ns / 4 : patience_ns / 2;
+    if (patience_ns < MIN_SPIN_NS) patience_ns = MIN_SPIN_NS;
+    if (patience_ns > MAX_SPIN_NS) patience_ns = MAX_SPIN_NS;
+}
+
 // Waits until word != old: spins for a while (fetching `next` meanwhile), then sleeps in the kernel.
-void wait_change(std::atomic<uint32_t>& word, uint32_t old, std::chrono::nanoseconds spin, Ahead next = {}) {
+// Returns whether spinning was enough.
+bool wait_change(std::atomic<uint32_t>& word, uint32_t old, std::chrono::nanoseconds spin, Ahead next = {}) {
     const char* p = next.begin;
     const char* end = p + next.bytes;
     for (; p < end; p += 64) {
-        if (word.load(std::memory_order_acquire) != old) return;
+        if (word.load(std::memory_order_acquire) != old) return true;
         __builtin_prefetch(p, 0, 2);
     }
     auto start = std::chrono::steady_clock::now();
     do {
-        for (int i = 0; i < 64; i++) {
-            if (word.load(std::memory_order_acquire) != old) return;
+        for (int i = 0; i < 16; i++) {
+            if (word.load(std::memory_order_acquire) != old) return true;
             relax();
         }
     } while (std::chrono::steady_clock::now() - start < spin);
     while (word.load(std::memory_order_acquire) == old) word.wait(old, std::memory_order_acquire);
+    return false;
 }
 
 // The floating-point control word is per thread and others may have changed it (torch.set_flush_denormal): a row's
@@ -124,7 +137,7 @@ void Member::barrier(Ahead next) const {
         team->generation.store(old + 1, std::memory_order_release);
         team->generation.notify_all();
     } else {
-        wait_change(team->generation, old, SPIN_BARRIER, next);
+        learn_patience(wait_change(team->generation, old, std::chrono::nanoseconds(patience_ns), next));
     }
 }
 
@@ -144,7 +157,7 @@ void run_job(Job job, void* arg, int max_threads) {
     team->job_number.notify_all();
     run_member(0);
     for (uint32_t left; (left = team->pending.load(std::memory_order_acquire)) != 0;)
-        wait_change(team->pending, left, SPIN_BARRIER);
+        wait_change(team->pending, left, std::chrono::nanoseconds(patience_ns));
 }
 
 void set_team_size(int size) {
