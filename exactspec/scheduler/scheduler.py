@@ -15,6 +15,8 @@ from exactspec.scheduler.plan import PrefillChunk, StepPlan
 from exactspec.scheduler.queue import ServiceQueue
 from exactspec.types import RunningRequest
 
+SHARED_MIN = 32  # tokens of a common prompt that are worth a wait
+
 
 def max_cached_tokens(request: RunningRequest) -> int:
     """Most tokens that may come from the prefix cache: those whose rows the reply does not need.
@@ -170,8 +172,8 @@ class Scheduler:
         for request in prefilling:
             if budget and self.is_running(request):
                 budget -= self._plan_chunk(request, budget, plan)
-        if not plan.retracted:
-            self._admit(budget, plan)
+        if not plan.retracted:  # else memory is short: nobody new
+            self._admit(budget, prefilling, plan)
         return plan
 
     def _reserve_round(self, request: RunningRequest, plan: StepPlan) -> bool:
@@ -201,18 +203,19 @@ class Scheduler:
         plan.prefills.append(PrefillChunk(request, start, end, is_first, end == prefill_end))
         return end - start
 
-    def _admit(self, budget: int, plan: StepPlan) -> None:
+    def _admit(self, budget: int, prefilling: list[RunningRequest], plan: StepPlan) -> None:
         """Starts waiting requests in order of service, until one has to wait: nobody overtakes it."""
         if not self._waiting:
             return
         growth = sum(self._growth_pages(request) for request in self._running)
         while self._waiting and budget and len(self._running) < self.max_running_requests:
             request = self._waiting.first
-            if self._prefix_is_coming(request) or not self._start(request, growth):
+            if self._prefix_is_coming(request, prefilling) or not self._start(request, growth):
                 return
             growth += self._growth_pages(request)
             if request.is_prefilling:
                 budget -= self._plan_chunk(request, budget, plan)
+                prefilling.append(request)
             else:  # resumed, and everything before the anchor was still cached
                 self._fresh.discard(request.request.request_id)
                 plan.decodes.append(request)
@@ -235,15 +238,12 @@ class Scheduler:
         self._fresh.add(request.request.request_id)
         return True
 
-    def _prefix_is_coming(self, request: RunningRequest) -> bool:
+    def _prefix_is_coming(self, request: RunningRequest, prefilling: list[RunningRequest]) -> bool:
         """A running prefill is about to compute at least a page of this prompt: waiting for it saves the rows twice.
 
         The wait is bounded by that prefill, which gets rows in every step.
         """
-        if not (self.wait_for_shared_prefix and self.cache.prefix_cache):
-            return False
-        prefilling = [r for r in self._running if r.is_prefilling]
-        if not prefilling:
+        if not (prefilling and self.wait_for_shared_prefix and self.cache.prefix_cache):
             return False
         limit = max_cached_tokens(request)
         wanted = self.cache.cached_len(request, limit) + self.cache.page_size * self.cache.pages_for(SHARED_MIN)
@@ -255,6 +255,3 @@ class Scheduler:
             and other.token_ids[:wanted] == head
             for other in prefilling
         )
-
-
-SHARED_MIN = 32  # tokens of common prompt that are worth a wait of a step
