@@ -81,8 +81,8 @@ class NoiseCache:
             self._buffer = torch.empty((self.capacity, self._vocab_size), device=self._backend.device)
         if not missing:
             return self._buffer
-        made = self._make(missing)
-        for i, key in enumerate(missing):
+        slots = []
+        for key in missing:
             while self._keys[self._cursor] in wanted:
                 self._cursor = (self._cursor + 1) % self.capacity
             old = self._keys[self._cursor]
@@ -90,8 +90,9 @@ class NoiseCache:
                 del self._slots[old]
             self._keys[self._cursor] = key
             self._slots[key] = self._cursor
-            self._buffer[self._cursor].copy_(made[i])
+            slots.append(self._cursor)
             self._cursor = (self._cursor + 1) % self.capacity
+        self._buffer.index_copy_(0, torch.tensor(slots, device=self._backend.device), self._make(missing))
         return self._buffer
 
     def _make(self, keys: list[tuple[int, int, int]]) -> Tensor:
