@@ -1,7 +1,7 @@
 """Ragged paged attention whose bits for a row depend on the row and its keys alone.
 
 Keys run in blocks of 64 anchored at position 0, in order, inside fixed splits of SPLIT_KEYS keys; the splits' partial
-results are merged in order. A key that a row may not see contributes an exact zero, so neither the other rows of a tile nor
+results are merged in order. A key that a row may not see contributes an exact zero, so neither other rows of a tile nor
 keys beyond the row's last one change anything. One row tile serves every q_len, because the layout of the reduction
 follows it. Two schedules give the same bits: `whole` walks all splits of a row tile in one program, `split` gives each
 split to a program of its own and merges in a second kernel. Twin: twins.attention.

@@ -74,6 +74,25 @@ class CudaBackend:
         """argmax(logits / T + gumbel) in one pass: (ids, raw logprobs, logsumexp); see sampling.draw."""
         return sampling.draw(logits, temperatures, seeds, positions, stream, valid_vocab)
 
+    def argmax_rows(self, logits: Tensor) -> Tensor:
+        """[N, V] float32 -> ids [N] int64, ties to the lowest id."""
+        return sampling.draw(logits, None, None, None)[0]
+
+    def logsumexp_rows(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, V] float32 -> (row maximum [N], logsumexp [N])."""
+        return sampling.logsumexp(logits)
+
+    def topk_rows(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """[N, V] float32 -> (values [N, k] falling, ids [N, k] int64), ties by rising id.
+
+        torch.topk leaves ties open, so it selects unique int64 keys: the float's bits in rising order, then the id.
+        """
+        bits = (logits + 0.0).view(torch.int32)  # + 0.0: no -0.0
+        rising = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(torch.int64)
+        keys = (rising << 32) + (2**31 - torch.arange(logits.shape[1], device=logits.device))
+        ids = 2**31 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+        return logits.gather(1, ids), ids
+
     def self_check(self, *stacks_and_linears: CudaStack | CudaLinear) -> None:
         """Proves on this device that all GEMM tiles of the given weights' shapes agree; raises DeviceError if not."""
         seen: set[tuple[int, ...]] = set()

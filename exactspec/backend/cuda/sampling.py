@@ -20,7 +20,7 @@ CHUNK = 4 * GROUPS
 
 
 @triton.jit
-def _to_gumbel(bits):
+def to_gumbel(bits):
     """uint32 -> -log(-log(u)), u = 1 - v, v = (bits + 0.5) / 2^32; u and v each keep full relative precision."""
     v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     u = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
@@ -43,7 +43,7 @@ def _noise(seed, position, STREAM: tl.constexpr, chunk, GROUPS: tl.constexpr):
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
     high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(seed, group, low, high, zero + STREAM)
-    return _to_gumbel(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+    return to_gumbel(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
 
 
 @triton.jit
@@ -57,14 +57,14 @@ def _gumbel_kernel(seeds, positions, out, V, STREAM: tl.constexpr, GROUPS: tl.co
 
 @triton.jit
 def _draw_kernel(
-    logits, temperatures, seeds, positions, part_score, part_id, part_max, part_sum, V, VALID, CHUNKS,
+    logits, stride, temperatures, seeds, positions, part_score, part_id, part_max, part_sum, VALID, CHUNKS,
     STREAM: tl.constexpr, GREEDY: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): best score and its token, maximum and sum of exponentials of the raw logits."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * 4 * GROUPS + tl.arange(0, 4 * GROUPS)
-    raw = tl.load(logits + row * V + token, mask=token < VALID, other=float("-inf"))
+    raw = tl.load(logits + row * stride + token, mask=token < VALID, other=float("-inf"))
     score = raw
     if not GREEDY:
         temperature = tl.load(temperatures + row)
@@ -82,7 +82,10 @@ def _draw_kernel(
 
 
 @triton.jit
-def _finish_kernel(logits, part_score, part_id, part_max, part_sum, ids, logprobs, lse, V, CHUNKS, BLOCK: tl.constexpr):
+def _finish_kernel(
+    logits, stride, part_score, part_id, part_max, part_sum, ids, logprobs, greatest, lse, VALID, CHUNKS,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program per row: the winner of the chunks, the sum of their sums, the winner's logprob."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
@@ -90,14 +93,15 @@ def _finish_kernel(logits, part_score, part_id, part_max, part_sum, ids, logprob
     score = tl.load(part_score + row * CHUNKS + c, mask=ok, other=float("-inf"))
     token = tl.load(part_id + row * CHUNKS + c, mask=ok, other=2147483647)
     winner = tl.min(tl.where(score == tl.max(score, 0), token, 2147483647), 0)
-    winner = tl.minimum(winner, V - 1)  # rows of NaN (padding) have no winner
+    winner = tl.minimum(winner, VALID - 1)  # rows of NaN (padding) have no winner
     high = tl.load(part_max + row * CHUNKS + c, mask=ok, other=float("-inf"))
     top = tl.max(high, 0)
     total = tl.sum(tl.load(part_sum + row * CHUNKS + c, mask=ok, other=0.0) * tl.exp(high - top), 0)
     log_total = top + tl.log(total)
     tl.store(ids + row, winner.to(tl.int64))
+    tl.store(greatest + row, top)
     tl.store(lse + row, log_total)
-    tl.store(logprobs + row, tl.load(logits + row * V + winner) - log_total)
+    tl.store(logprobs + row, tl.load(logits + row * stride + winner) - log_total)
 
 
 def gumbel(seeds: Tensor, positions: Tensor, stream: int, vocab_size: int) -> Tensor:
@@ -105,7 +109,9 @@ def gumbel(seeds: Tensor, positions: Tensor, stream: int, vocab_size: int) -> Te
     out = torch.empty((seeds.shape[0], vocab_size), dtype=torch.float32, device=seeds.device)
     if out.numel():
         grid = (seeds.shape[0], triton.cdiv(vocab_size, CHUNK))
-        _gumbel_kernel[grid](seeds, positions, out, vocab_size, STREAM=stream, GROUPS=GROUPS, num_warps=8)
+        _gumbel_kernel[grid](  # no fused multiply-add: the draw makes the same bits in another kernel
+            seeds, positions, out, vocab_size, STREAM=stream, GROUPS=GROUPS, num_warps=8, enable_fp_fusion=False
+        )
     return out
 
 
@@ -119,9 +125,28 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """argmax(logits / T + gumbel) per row, ties to the lowest id; the argmax where T = 0 or temperatures is None.
 
-    logits [N, V] float32 contiguous, of which the first valid_vocab columns count; temperatures [N] float32, seeds and
-    positions [N] int64 -> ids [N] int64, their raw logprobs [N] float32, logsumexp of the raw logits [N] float32.
+    logits [N, V] float32 (rows may be strided), of which the first valid_vocab columns count; temperatures [N] float32,
+    seeds and positions [N] int64 -> ids [N] int64, their raw logprobs [N] float32, logsumexp of the raw logits [N].
     """
+    ids, logprobs, _, lse = _draw_rows(logits, temperatures, seeds, positions, stream, valid_vocab)
+    return ids, logprobs, lse
+
+
+def logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, V] float32 -> (row maximum [N], logsumexp [N]); summed by chunks of fixed size: each row for itself."""
+    _, _, greatest, lse = _draw_rows(logits, None, None, None, 0, None)
+    return greatest, lse
+
+
+def _draw_rows(
+    logits: Tensor,
+    temperatures: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    stream: int,
+    valid_vocab: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     rows, vocab = logits.shape
     valid = vocab if valid_vocab is None else valid_vocab
     chunks = triton.cdiv(valid, CHUNK)
@@ -129,16 +154,16 @@ def draw(
     score, high, total = torch.empty((3, rows, chunks), dtype=torch.float32, device=device).unbind(0)
     token = torch.empty((rows, chunks), dtype=torch.int32, device=device)
     ids = torch.empty(rows, dtype=torch.int64, device=device)
-    logprobs, lse = torch.empty((2, rows), dtype=torch.float32, device=device).unbind(0)
+    logprobs, greatest, lse = torch.empty((3, rows), dtype=torch.float32, device=device).unbind(0)
     greedy = temperatures is None
     if rows:
         _draw_kernel[(rows, chunks)](
-            logits, logits if greedy else temperatures, logits if greedy else seeds, logits if greedy else positions,
-            score, token, high, total, vocab, valid, chunks,
-            STREAM=stream, GREEDY=greedy, GROUPS=GROUPS, num_warps=8,
+            logits, logits.stride(0), logits if greedy else temperatures, logits if greedy else seeds,
+            logits if greedy else positions, score, token, high, total, valid, chunks,
+            STREAM=stream, GREEDY=greedy, GROUPS=GROUPS, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         _finish_kernel[(rows,)](
-            logits, score, token, high, total, ids, logprobs, lse, vocab, chunks,
+            logits, logits.stride(0), score, token, high, total, ids, logprobs, greatest, lse, valid, chunks,
             BLOCK=max(16, next_power_of_2(chunks)), num_warps=1,
         )  # fmt: skip
-    return ids, logprobs, lse
+    return ids, logprobs, greatest, lse

@@ -59,7 +59,7 @@ _TABLE: dict[str, tuple[tuple[int, Tile], ...]] = {
         (32, Tile(32, 32, 128, 4, 5)),
         (64, Tile(64, 32, 128, 4, 5, wide=True)),
         (128, Tile(64, 64, 128, 4, 4)),
-        (256, Tile(128, 64, 64, 4, 6, wide=True, per_sm=2)),
+        (256, Tile(128, 64, 64, 4, 6, wide=True)),
         (ANY, _PREFILL),
     ),
     "plain": (
@@ -67,7 +67,7 @@ _TABLE: dict[str, tuple[tuple[int, Tile], ...]] = {
         (32, Tile(32, 32, 128, 4, 5)),
         (64, Tile(64, 32, 128, 4, 5, wide=True)),
         (128, Tile(64, 64, 64, 4, 6, wide=True, per_sm=2)),
-        (256, Tile(128, 64, 64, 4, 6, wide=True, per_sm=2)),
+        (256, Tile(128, 64, 64, 4, 6, wide=True)),
         (ANY, _PREFILL),
     ),
 }

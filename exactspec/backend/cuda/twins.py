@@ -1,4 +1,4 @@
-"""Torch twins of the Triton kernels: the same function in plain operators, float32, any device. For tests, not for speed.
+"""Torch twins of the Triton kernels: the same function in plain operators, float32, any device. For tests only.
 
 The twin of the noise is torch_ref.noise.gumbel; that of a whole stack is TorchStack.
 """
