@@ -8,12 +8,15 @@ K/V of a token depend on its target features and position alone, so prefix hits 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from exactspec.draft.base import DraftBatch, Drafter
 from exactspec.draft.block_model import BlockModel
-from exactspec.draft.draw import BlockDrawer, backend_noise, make_plan
+from exactspec.draft.draw import BlockDrawer, OutputHead, Rows, backend_noise, make_plan
+from exactspec.draft.vocabulary import head_rows
 from exactspec.errors import ConfigError
 from exactspec.model.config import ROPE_SLACK
 from exactspec.model.target import TargetModel
@@ -25,6 +28,7 @@ class BlockDrafter(Drafter):
 
     gamma: draft tokens per round, at most what the block was trained for (ConfigError otherwise); None takes all.
     temperatures: per position, divide the confidence logits (calibration). num_slots: slots of the target's pool.
+    short_vocab: rising ids of the only tokens to propose, where nothing needs the whole vocabulary.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class BlockDrafter(Drafter):
         num_slots: int,
         gamma: int | None = None,
         temperatures: tuple[float, ...] | None = None,
+        short_vocab: Sequence[int] | None = None,
     ) -> None:
         config = model.config
         self.config = config
@@ -52,12 +57,10 @@ class BlockDrafter(Drafter):
         self._hidden_norm = model.hidden_norm.weight.detach().to(device, torch.float32)
         self._norm = model.norm.weight.detach().to(device, torch.float32)
         self._embedding = model.embed_tokens.weight.detach().to(device, dtype) if model.embed_tokens else None
-        self._lm_head = (
-            self.backend.make_linear(model.lm_head.weight.detach().to(device, dtype)) if model.lm_head else None
-        )
         heads = model.to(device)
         self._drawer = BlockDrawer(self.backend, heads.markov_head, dtype)
         self._confidence_head = heads.confidence_head
+        self._whole, self._short = _output_heads(heads, target, short_vocab)
         self._temperatures = None
         if temperatures is not None:
             self._temperatures = torch.tensor(temperatures[: self.gamma], dtype=torch.float32, device=device)
@@ -75,10 +78,10 @@ class BlockDrafter(Drafter):
         if not any(lengths):
             return Proposal(batch.anchor_ids.new_zeros((len(lengths), self.gamma)), lengths)
         hidden = self._hidden(batch)
-        base = self._logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
-        noise = batch.noise or backend_noise(self.backend, base.shape[-1])
-        plan = make_plan(batch.requests, noise, base.device)
-        tokens, probs = self._drawer.draw(base, hidden, batch.anchor_ids, plan, batch.adjust, batch.want_probs)
+        noise = batch.noise or backend_noise(self.backend, self.config.vocab_size)
+        plan = make_plan(batch.requests, noise, hidden.device)
+        output = self._whole if batch.adjust is not None or batch.want_probs else self._short
+        tokens, probs = self._drawer.draw(output, hidden, batch.anchor_ids, plan, batch.adjust, batch.want_probs)
         return Proposal(tokens, lengths, probs, self._confidence(hidden, batch.anchor_ids, tokens))
 
     def _hidden(self, batch: DraftBatch) -> Tensor:
@@ -116,9 +119,6 @@ class BlockDrafter(Drafter):
     def _embed(self, token_ids: Tensor) -> Tensor:
         return self.target.embed(token_ids) if self._embedding is None else self._embedding[token_ids].float()
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden) if self._lm_head is None else self._lm_head(hidden)
-
     def _confidence(self, hidden: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor | None:
         """[R, gamma]: chance that each draft is accepted given that those before it were."""
         if self._confidence_head is None:
@@ -126,6 +126,23 @@ class BlockDrafter(Drafter):
         before = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1)
         logits = self._confidence_head(hidden, self._drawer.previous(before))
         return torch.sigmoid(logits if self._temperatures is None else logits / self._temperatures)
+
+
+def _output_heads(
+    model: BlockModel, target: TargetModel, short_vocab: Sequence[int] | None
+) -> tuple[OutputHead, OutputHead]:
+    """The head over the whole vocabulary, and the one for plain drawing: the same without a short vocabulary."""
+    backend, device, dtype = target.backend, target.backend.device, target.dtype
+    w2 = None if model.markov_head is None else model.markov_head.markov_w2.weight.detach().to(device, dtype)
+    lm_head: Rows = target.logits
+    if model.lm_head is not None:
+        lm_head = backend.make_linear(model.lm_head.weight.detach().to(device, dtype))
+    whole = OutputHead(lm_head, None if w2 is None else backend.make_linear(w2))
+    if short_vocab is None:
+        return whole, whole
+    ids = torch.tensor(short_vocab, dtype=torch.int64, device=device)
+    rows = head_rows(lm_head, model.config.hidden_size, ids).to(dtype)
+    return whole, OutputHead(backend.make_linear(rows), None if w2 is None else backend.make_linear(w2[ids]), ids)
 
 
 def _checked_gamma(asked: int | None, trained: int) -> int:

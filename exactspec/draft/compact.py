@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from exactspec.draft.vocabulary import VOCAB_FILE
 from exactspec.errors import CheckpointError
 
 QUANTISED = ".q8"
@@ -66,7 +67,7 @@ def expand_tensors(stored: dict[str, Tensor], where: str) -> dict[str, Tensor]:
 
 
 def compact_checkpoint(source: str | Path, destination: str | Path) -> None:
-    """Writes a compact copy of a draft checkpoint folder (config and calibration files are copied).
+    """Writes a compact copy of a draft checkpoint folder (config, calibration and vocabulary are copied).
 
     Raises CheckpointError when the source is not a whole draft checkpoint. The destination must not hold one already.
     """
@@ -84,5 +85,6 @@ def compact_checkpoint(source: str | Path, destination: str | Path) -> None:
     save_file(stored, destination / WEIGHTS_FILE, metadata={"format": "pt"})
     config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
     (destination / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    if (source / CALIBRATION_FILE).exists():
-        shutil.copyfile(source / CALIBRATION_FILE, destination / CALIBRATION_FILE)
+    for name in (CALIBRATION_FILE, VOCAB_FILE):
+        if (source / name).exists():
+            shutil.copyfile(source / name, destination / name)

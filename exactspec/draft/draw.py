@@ -12,7 +12,7 @@ Shapes: R requests, G draft positions, V vocabulary, r Markov rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,9 +54,9 @@ class DrawPlan:
             return logits
         return logits * self.inverse_temperature.view(-1, *[1] * (logits.dim() - 1))
 
-    def noise_for(self, shape: torch.Size, stream: NoiseStream) -> Tensor | None:
+    def noise_for(self, gamma: int, stream: NoiseStream) -> Tensor | None:
         """[R, G, V], read-only: noise for sampled requests, zeros for greedy ones; None when all are greedy."""
-        num_requests, gamma, _ = shape
+        num_requests = len(self.inverse_temperature)
         if not self.any_sampled:
             return None
         seeds = [seed for seed in self.seeds for _ in range(gamma)]
@@ -65,7 +65,7 @@ class DrawPlan:
         if len(self.sampled_rows) == num_requests:
             return drawn
         rows = torch.tensor(self.sampled_rows, device=drawn.device)
-        return drawn.new_zeros(shape).index_copy_(0, rows, drawn)
+        return drawn.new_zeros((num_requests, *drawn.shape[1:])).index_copy_(0, rows, drawn)
 
 
 def make_plan(requests: Sequence[RunningRequest], noise: NoiseRows, device: torch.device) -> DrawPlan:
@@ -99,14 +99,28 @@ def backend_noise(backend: Backend, vocab_size: int) -> NoiseRows:
     return rows
 
 
+Rows = Callable[[Tensor], Tensor]  # a Linear, or a target's logits
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """What turns hidden states into logits: the whole vocabulary, or W tokens of it."""
+
+    lm_head: Rows  # [N, H] -> [N, W]
+    markov_w2: Rows | None  # [N, r] -> [N, W]
+    token_ids: Tensor | None = None  # [W] int64; None: all tokens, W = V
+
+    def tokens(self, places: Tensor) -> Tensor:
+        return places if self.token_ids is None else self.token_ids[places]
+
+
 class BlockDrawer:
-    """Draws the tokens of a block. Holds the Markov tables in the serving dtype."""
+    """Draws the tokens of a block, left to right. Holds the Markov head, W1 in the serving dtype."""
 
     def __init__(self, backend: Backend, head: MarkovHead | None, dtype: torch.dtype) -> None:
         self.head = head
         if head is not None:
             self._w1 = head.markov_w1.weight.detach().to(backend.device, dtype)
-            self._project = backend.make_linear(head.markov_w2.weight.detach().to(backend.device, dtype))
 
     def previous(self, token_ids: Tensor) -> Tensor | None:
         """W1 rows [..., r] float32 of token_ids [...]; None without a Markov head."""
@@ -114,29 +128,33 @@ class BlockDrawer:
 
     def draw(
         self,
-        base: Tensor,
+        output: OutputHead,
         hidden: Tensor,
         anchors: Tensor,
         plan: DrawPlan,
         adjust: DraftAdjust | None = None,
         want_probs: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """base [R, G, V] float32 logits, hidden [R, G, H], anchors [R] -> token ids [R, G] int64.
+        """hidden [R, G, H] float32, anchors [R] -> token ids [R, G] int64.
 
-        want_probs: also returns the distributions [R, G, V] that tokens were drawn from (one-hot for greedy requests).
+        want_probs: also returns the distributions [R, G, V] that tokens were drawn from (one-hot for greedy requests);
+        this and `adjust` need an `output` of the whole vocabulary.
         """
-        noise = plan.noise_for(base.shape, NoiseStream.DRAFT if want_probs else NoiseStream.TARGET)
+        base = output.lm_head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        noise = plan.noise_for(hidden.shape[1], NoiseStream.DRAFT if want_probs else NoiseStream.TARGET)
+        if noise is not None and output.token_ids is not None:
+            noise = noise[..., output.token_ids]
         if self.head is None and adjust is None and plan.filters is None and not want_probs:
             rows = plan.scale(base)
             rows = rows if noise is None else rows + noise
-            return lowest_argmax(rows.flatten(0, 1)).view(rows.shape[:2]), None
+            return output.tokens(lowest_argmax(rows.flatten(0, 1)).view(rows.shape[:2])), None
         state = self.head.start(hidden[:, 0]) if self.head is not None else None
         tokens, probs, previous = anchors.new_zeros(base.shape[:2]), [], anchors
         for k in range(base.shape[1]):
             logits = base[:, k]
-            if self.head is not None:
+            if self.head is not None and output.markov_w2 is not None:
                 latent, state = self.head.step(self._w1[previous].float(), hidden[:, k], state)
-                logits = logits + self._project(latent)
+                logits = logits + output.markov_w2(latent)
             if adjust is not None:
                 logits = adjust(k, logits, tokens[:, :k])
             row_noise = None if noise is None else noise[:, k]
@@ -144,13 +162,13 @@ class BlockDrawer:
                 previous, distribution = _draw_with_probs(plan.scale(logits), row_noise, plan)
                 probs.append(distribution)
             else:
-                previous = _draw_row(plan.scale(logits), row_noise, plan)
+                previous = output.tokens(_draw_row(plan.scale(logits), row_noise, plan))
             tokens[:, k] = previous
         return tokens, torch.stack(probs, dim=1) if want_probs else None
 
 
 def _draw_row(scaled: Tensor, noise: Tensor | None, plan: DrawPlan) -> Tensor:
-    """argmax(scaled + noise) [R]. Filters look among the likeliest tokens only: a full sort costs more than it gives."""
+    """argmax(scaled + noise) [R]. Filters look among the likeliest tokens only: a full sort costs too much."""
     if plan.filters is None:
         return lowest_argmax(scaled if noise is None else scaled + noise)
     candidates = top_tokens(scaled, NUM_FILTERED)

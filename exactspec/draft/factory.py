@@ -13,6 +13,7 @@ from exactspec.draft.checkpoint import TargetFacts, check_fit, load_block_model,
 from exactspec.draft.config import CONFIG_FILE, read_draft_config
 from exactspec.draft.ngram import NgramDrafter
 from exactspec.draft.none import NoDrafter
+from exactspec.draft.vocabulary import read_draft_vocab
 from exactspec.errors import CheckpointError, ConfigError
 from exactspec.model.target import TargetModel
 
@@ -50,7 +51,8 @@ def make_drafter(
     model = load_block_model(folder)
     check_fit(model.config, facts, str(folder))
     temperatures = read_calibration(folder, model.config.gamma)
-    return BlockDrafter(model, target, num_slots, gamma, temperatures)
+    short_vocab = read_draft_vocab(folder, model.config.vocab_size)
+    return BlockDrafter(model, target, num_slots, gamma, temperatures, short_vocab)
 
 
 def shipped_folder(name: str, target: TargetFacts) -> Path:

@@ -332,3 +332,29 @@ def test_own_embedding_and_head_are_used_where_present(target, tmp_path):
         shared_drafter, shared.drafter = shared.drafter, own
         assert torch.equal(shared.propose(request).token_ids, drafts) is same
         shared.drafter = shared_drafter
+
+
+@pytest.mark.parametrize("layout", ["dspark", "dflash"])
+def test_a_short_vocabulary_limits_proposals_and_nothing_else(layout, target, tmp_path):
+    """Tokens of the usual drafts in the list: the same drafts. One left out: the best of the others takes its place."""
+    config = LAYOUTS[layout]
+    harness = Harness(target, config, tmp_path / "whole")
+    requests = [harness.ready(running(TEXT, request_id="a")), harness.ready(running(TEXT[:7], request_id="b"))]
+    warm = harness.ready(running(TEXT[:9], request_id="c", temperature=0.8, seed=3))
+    whole = harness.propose(*requests, warm)
+    used = set(whole.token_ids.flatten().tolist())
+    kept = sorted(used | set(range(0, 262, 3)))
+    short = Harness(target, config, tmp_path / "short", short_vocab=kept)
+    short.drafter.pool = harness.drafter.pool
+    same = short.propose(*requests, warm)
+    assert torch.equal(same.token_ids, whole.token_ids)
+    first = int(whole.token_ids[0, 0])
+    without = [token for token in kept if token != first]
+    short = Harness(target, config, tmp_path / "without", short_vocab=without)
+    short.drafter.pool = harness.drafter.pool
+    drafts = short.propose(requests[0]).token_ids[0].tolist()
+    assert drafts[0] != first
+    assert set(drafts) <= set(without)
+    # what needs every token gets every token
+    assert torch.equal(short.propose(requests[0], want_probs=True).token_ids[0], whole.token_ids[0])
+    assert torch.equal(short.propose(requests[0], adjust=lambda k, row, _: row).token_ids[0], whole.token_ids[0])

@@ -15,6 +15,7 @@ from exactspec.draft.checkpoint import load_block_model, read_calibration, save_
 from exactspec.draft.factory import make_drafter
 from exactspec.draft.ngram import NgramDrafter
 from exactspec.draft.none import NoDrafter
+from exactspec.draft.vocabulary import frequent_tokens, read_draft_vocab, write_draft_vocab
 from exactspec.errors import CheckpointError, ConfigError
 from exactspec.model.target import TargetModel
 
@@ -145,6 +146,26 @@ def test_calibration_is_found_and_checked(target, tmp_path):
         ("{", "expected an object with 'temperatures'"),
     ):
         write_calibration(folder, content)
+        with pytest.raises(CheckpointError, match=says):
+            make(str(folder), target)
+
+
+def test_short_vocabularies_are_found_and_checked(target, tmp_path):
+    folder = write_draft(tmp_path, draft_config())
+    assert read_draft_vocab(folder, 262) is None
+    wanted = frequent_tokens({7: 3, 200: 9, 5: 3}, 5, 262)
+    assert wanted == [0, 1, 5, 7, 200]
+    write_draft_vocab(folder, wanted)
+    assert read_draft_vocab(folder, 262) == wanted
+    assert make(str(folder), target).gamma == 5
+    for content, says in (
+        ({"token_ids": []}, "token_ids: expected a non-empty list"),
+        ({"token_ids": [3, 3]}, "must be rising ids from 0 to 261, got 3"),
+        ({"token_ids": [3, 262]}, "must be rising ids from 0 to 261, got 262"),
+        ({"token_ids": [-1]}, "must be rising ids from 0 to 261, got -1"),
+        ([], "expected an object with 'token_ids'"),
+    ):
+        (folder / "draft_vocab.json").write_text(json.dumps(content))
         with pytest.raises(CheckpointError, match=says):
             make(str(folder), target)
 
