@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from exactspec.draft.factory import make_drafter
+from exactspec.engine.build import assemble
 from exactspec.engine.config import EngineConfig
-from exactspec.engine.engine import Engine
-from exactspec.engine.verify_policy import VerifyAll
 from exactspec.model.target import TargetModel
 from exactspec.types import Request, SamplingParams
+
+CONTEXT_PER_REQUEST = 2048  # K/V tokens set aside for each prompt of a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +38,27 @@ class Contender(Protocol):
 
 
 class EngineContender:
-    """Our engine with one drafter over a target that contenders share."""
+    """Our engine with one drafter over a target that contenders share.
+
+    `name` is "plain", a draft, or a draft with "+confidence": verification then follows the draft's confidence.
+    """
 
     def __init__(
-        self, name: str, target: TargetModel, draft: str | None, *, batch: int, logprobs: int | None = None
+        self, name: str, target: TargetModel, *, batch: int, logprobs: int | None = None, acceptance: str = "coupled"
     ) -> None:
         self.name = name
         self.logprobs = logprobs
-        config = EngineConfig(model="", draft=draft, max_running_requests=batch, prefix_cache=False)
-        longest = min(target.config.context_length, 4096)
-        num_pages = batch * -(-longest // config.page_size) + 64
-        drafter = make_drafter(
-            draft, target, num_slots=num_pages * config.page_size, gamma=None, backend=target.backend
+        draft, _, verify = name.partition("+")
+        config = EngineConfig(
+            model=target.name,
+            draft=None if draft == "plain" else draft,
+            acceptance=acceptance,  # type: ignore[arg-type]
+            verify=verify or "all",  # type: ignore[arg-type]
+            max_running_requests=batch,
+            prefix_cache=False,
         )
-        self.engine = Engine(config, target, drafter, num_pages, VerifyAll(config.acceptance))
+        longest = min(target.config.context_length, CONTEXT_PER_REQUEST)
+        self.engine = assemble(config, target, batch * -(-longest // config.page_size) + 64)
         self._runs = 0
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int) -> Run:

@@ -12,10 +12,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from exactspec.draft.factory import make_drafter
+from exactspec.engine.build import assemble
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
-from exactspec.engine.verify_policy import VerifyAll
 from exactspec.model.target import TargetModel
 from exactspec.types import Request, SamplingParams, StepOutput, TokenLogprob
 
@@ -145,10 +144,7 @@ class ExactnessCheck:
         config = EngineConfig(model="", draft=draft, prefill_chunk=chunk, max_running_requests=batch, page_size=16)
         longest = max(len(prompt) for prompt in self.prompts) + self.new_tokens + 32
         num_pages = (batch + 2) * -(-longest // config.page_size) + 64
-        drafter = make_drafter(
-            draft, self.target, num_slots=num_pages * config.page_size, gamma=None, backend=self.target.backend
-        )
-        return Engine(config, self.target, drafter, num_pages, VerifyAll(config.acceptance))
+        return assemble(config, self.target, num_pages)
 
     def _find_truth(self, count: int, on_truth: Callable[[int], None] | None) -> None:
         engine = self._engine("none", 512, 1)

@@ -22,7 +22,9 @@ def bench(
         list[Path] | None, typer.Option(help="JSON-lines prompt file; may be given several times.")
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts of each file.")] = 8,
-    contenders: Annotated[str, typer.Option(help="Who runs; a draft folder is a contender too.")] = CONTENDERS,
+    contenders: Annotated[
+        str, typer.Option(help="Who runs; draft folders too; DRAFT+confidence schedules verification.")
+    ] = CONTENDERS,
     new_tokens: Annotated[int, typer.Option(help="Output tokens per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     batch: Annotated[int, typer.Option(help="Prompts at once; llama.cpp takes part at 1.")] = 1,
@@ -34,6 +36,7 @@ def bench(
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     numerics: opt.Numerics = "exact",
+    acceptance: opt.Acceptance = "coupled",
 ) -> None:
     """Compare decoders on the same prompts, prompt by prompt in turns. Accept length includes the bonus token;
     ratios are to plain decoding, with quartiles over prompts."""
@@ -50,7 +53,7 @@ def bench(
     target = TargetModel(backend, load_target(model, dtype=dtype, device=backend.device))
     facts = _floor(target, console) if steps else {}
     facts.update(model=model, dtype=str(target.dtype), backend=backend.name, temperature=temperature, batch=batch)
-    taking_part = _contenders(contenders.split(","), target, model, batch, logprobs, console)
+    taking_part = _contenders(contenders.split(","), target, model, batch, logprobs, acceptance, console)
     lines = []
     for path in prompts or [BUILT_IN]:
         chats = [[{"role": "user", "content": text}] for text in read_prompts(path)]
@@ -99,7 +102,9 @@ def _floor(target: Any, console: Any) -> dict[str, Any]:
     }
 
 
-def _contenders(names: list[str], target: Any, model: str, batch: int, logprobs: int | None, console: Any) -> list[Any]:
+def _contenders(
+    names: list[str], target: Any, model: str, batch: int, logprobs: int | None, acceptance: str, console: Any
+) -> list[Any]:
     from exactspec.bench.contenders import EngineContender
 
     taking_part: list[Any] = []
@@ -108,8 +113,8 @@ def _contenders(names: list[str], target: Any, model: str, batch: int, logprobs:
             peer = _peer(name, target, model, batch, console)
             taking_part.extend([peer] if peer is not None else [])
         else:
-            draft = None if name == "plain" else name
-            taking_part.append(EngineContender(name, target, draft, batch=batch, logprobs=logprobs))
+            contender = EngineContender(name, target, batch=batch, logprobs=logprobs, acceptance=acceptance)
+            taking_part.append(contender)
     return taking_part
 
 

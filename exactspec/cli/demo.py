@@ -41,7 +41,7 @@ def demo(
         last = chunk
     target = llm.engine.target
     console.print(f"\naccept length {last.stats.accept_length:.2f} tokens per round (bonus included)")
-    contenders = [EngineContender(name, target, name, batch=1) for name in ("none", draft)]
+    contenders = [EngineContender(name, target, batch=1) for name in ("plain", draft)]
     plain, fast = compare(contenders, [[ids]] * 3, new_tokens=128, temperature=0.0)
     _show_speed(console, plain, fast)
 

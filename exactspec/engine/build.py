@@ -27,12 +27,15 @@ def build_engine(config: EngineConfig) -> Engine:
     target = TargetModel(backend, loaded)
     loaded.release_layers()
     kv_tokens = config.kv_tokens or default_kv_tokens(target)
-    num_pages = -(-kv_tokens // config.page_size)
-    drafter = make_drafter(
-        config.draft, target, num_slots=num_pages * config.page_size, gamma=config.gamma, backend=backend
-    )
-    if num_pages * config.page_size < drafter.gamma + 2:
-        raise ConfigError(f"kv_tokens: {kv_tokens} cannot hold one block of {drafter.gamma + 1} rows")
+    return assemble(config, target, -(-kv_tokens // config.page_size))
+
+
+def assemble(config: EngineConfig, target: TargetModel, num_pages: int) -> Engine:
+    """An engine around a target that is loaded already (several engines may share one)."""
+    num_slots = num_pages * config.page_size
+    drafter = make_drafter(config.draft, target, num_slots=num_slots, gamma=config.gamma, backend=target.backend)
+    if num_slots < drafter.gamma + 2:
+        raise ConfigError(f"kv_tokens: {num_slots} cannot hold one block of {drafter.gamma + 1} rows")
     return Engine(config, target, drafter, num_pages, make_policy(config, target, drafter, num_pages))
 
 
