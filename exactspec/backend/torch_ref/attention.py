@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exactspec.backend.base import StackSpec
+from exactspec.backend.torch_ref.ops import pad_columns
 from exactspec.types import ForwardBatch
 
 ROW_TILE = 16
@@ -62,8 +63,9 @@ def _visible(positions: Tensor, keys: Tensor, kv_len: int, window: int | None, c
 def _exact_request(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, spec: StackSpec, window: int | None, causal: bool
 ) -> Tensor:
-    kv_len = keys.shape[0]
+    kv_len, head_dim = keys.shape[0], q.shape[-1]
     padding = -kv_len % KEY_BLOCK
+    q, keys, values = pad_columns(q), pad_columns(keys), pad_columns(values)
     keys = F.pad(keys, (0, 0, 0, 0, 0, padding))
     values = F.pad(values, (0, 0, 0, 0, 0, padding))
     outputs = []
@@ -73,7 +75,7 @@ def _exact_request(
         # padding rows repeat the last row's position: they see keys, so no 0 / 0 arises
         where = torch.cat([positions[start : start + rows], positions[start + rows - 1].expand(ROW_TILE - rows)])
         outputs.append(_exact_tile(tile, keys, values, where, kv_len, spec, window, causal)[:rows])
-    return torch.cat(outputs)
+    return torch.cat(outputs)[..., :head_dim]
 
 
 def _exact_tile(

@@ -27,7 +27,7 @@ class TorchLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, exact: bool = True) -> None:
         self.weight_dtype = weight.dtype
-        self.weight = weight.float()
+        self.weight = ops.pad_columns(weight.float()) if exact else weight.float()
         self.bias = bias
         self.exact = exact
 

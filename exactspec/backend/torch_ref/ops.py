@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_TILE = 16  # rows of a linear, norm or activation tile
+ALIGNED_COLUMNS = 16  # 64 bytes: MKL's sums over a row depend on where in a cache line the row starts
 SINGLE_THREAD_ELEMENTS = 32768  # torch splits larger elementwise calls over threads, at any element
 
 
@@ -34,9 +35,15 @@ def elementwise_rows(width: int) -> int:
     return ROW_TILE if ROW_TILE * width <= SINGLE_THREAD_ELEMENTS else 1
 
 
+def pad_columns(x: Tensor) -> Tensor:
+    """Zeros behind the last dimension, up to a multiple of ALIGNED_COLUMNS; x itself where none are needed."""
+    padding = -x.shape[-1] % ALIGNED_COLUMNS
+    return F.pad(x, (0, padding)) if padding else x
+
+
 def linear(x: Tensor, weight: Tensor, weight_dtype: torch.dtype) -> Tensor:
-    """x [M, in] float32, rounded to weight_dtype, times weight [out, in] (float32 copy) -> [M, out] float32."""
-    x = x.to(weight_dtype).float()
+    """x [M, in] float32, rounded to weight_dtype, times weight [out, in] (float32, pad_columns applied) -> [M, out]."""
+    x = pad_columns(x.to(weight_dtype).float())
     return by_tiles(lambda tile: F.linear(tile, weight), x)
 
 
