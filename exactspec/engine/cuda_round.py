@@ -214,7 +214,7 @@ class CudaRoundRunner(RoundRunner):
         out, _ = drafter.stack.forward(drafter._embed(rows.batch.token_ids), rows.batch, drafter.pool)
         out = out.view(bucket, drafter.num_rows, -1)[:, drafter.num_rows - gamma :]
         hidden = drafter.backend.rms_norm(out.reshape(bucket * gamma, -1), drafter._norm, drafter.config.rms_eps)
-        base = drafter._logits(hidden).view(bucket, gamma, -1)
+        base = drafter._whole.lm_head(hidden).view(bucket, gamma, -1)
         noise = (inputs.temperatures, inputs.seeds, inputs.output_positions) if sampled else None
         self._draw_block(drafter, base, hidden.view(bucket, gamma, -1), inputs, noise)
 
@@ -238,7 +238,7 @@ class CudaRoundRunner(RoundRunner):
             ids, _, _ = sampling.draw(base.flatten(0, 1), temperatures, seeds, positions, stream, valid)
             drafts.copy_(ids.view(bucket, gamma))
             return
-        w1, w2 = drafter._drawer._w1, cast(CudaLinear, drafter._drawer._project).weight
+        w1, w2 = drafter._drawer._w1, cast(CudaLinear, drafter._whole.markov_w2).weight
         previous = w1[inputs.anchors].float()
         state = head.start(hidden[:, 0])
         for k in range(gamma):
