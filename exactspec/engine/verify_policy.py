@@ -106,8 +106,8 @@ class VerifyByConfidence:
         drafted = [
             (len(g.draft_tokens), r.num_accepted) for g, r in zip(groups, results, strict=True) if g.draft_tokens
         ]
-        if drafted:
-            self.estimate.update([verified for verified, _ in drafted], [accepted for _, accepted in drafted])
+        # also with nothing verified: what was counted fades, so that a bad stretch is not believed for ever
+        self.estimate.update([verified for verified, _ in drafted], [accepted for _, accepted in drafted])
         return results
 
 
