@@ -153,14 +153,17 @@ def _named_tokens(tokens: list[str], metadata: dict[str, Any], where: str) -> di
 
 
 def _add_special_tokens(rust: Any, tokens: list[str], metadata: dict[str, Any]) -> None:
-    """Control tokens are special; user-defined ones (<think>) are matched whole but are plain text."""
+    """Control tokens are special; user-defined ones (<think>) are matched whole but are plain text.
+
+    Gemma's runs of spaces are user-defined too, under another spelling than in the vocabulary: merges find them.
+    """
     from tokenizers import AddedToken
 
     types = metadata.get("tokenizer.ggml.token_type") or []
     pairs = list(zip(tokens, types, strict=False))
     rust.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, kind in pairs if kind == _CONTROL])
-    user = [AddedToken(t, normalized=False) for t, kind in pairs if kind == _USER_DEFINED]
-    rust.add_tokens(user)
+    vocab = rust.get_vocab()
+    rust.add_tokens([AddedToken(t, normalized=False) for t, kind in pairs if kind == _USER_DEFINED and t in vocab])
 
 
 def _add_bos(rust: Any, named: dict[str, str], metadata: dict[str, Any], default: bool) -> None:
