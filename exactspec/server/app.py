@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -69,6 +70,10 @@ def make_app(server: Server) -> ASGIApp:
         app.add_api_route(path, page.page, methods=["GET", "HEAD"], include_in_schema=False)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    if server.options.allow_origin:
+        return CORSMiddleware(
+            Gate(app, server), allow_origins=[server.options.allow_origin], allow_methods=["*"], allow_headers=["*"]
+        )
     return Gate(app, server)
 
 

@@ -37,10 +37,8 @@ async def chat_completions(request: Request) -> Response:
     result |= {
         "choices": [_choice(server, body, sample) for sample in samples],
         "usage": openai.usage(server, samples),
-        "metadata": {"weight_version": "default"},
+        "metadata": openai.metadata(samples, logprobs=bool(body.logprobs)),
     }
-    if body.logprobs:
-        result["metadata"]["logprobs_kind"] = samples[0].params.logprobs_kind
     return json_response(result)
 
 

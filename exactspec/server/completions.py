@@ -38,9 +38,11 @@ async def completions(request: Request) -> Response:
     samples = await unless_gone(request, generation.run())
     choices = [_choice(server, job, index, sample) for index, sample in enumerate(samples)]
     result = openai.head("text_completion", job.answer_id, body, server)
-    result |= {"choices": choices, "usage": openai.usage(server, samples), "metadata": {"weight_version": "default"}}
-    if body.logprobs is not None:
-        result["metadata"]["logprobs_kind"] = samples[0].params.logprobs_kind
+    result |= {
+        "choices": choices,
+        "usage": openai.usage(server, samples),
+        "metadata": openai.metadata(samples, logprobs=body.logprobs is not None),
+    }
     return json_response(result)
 
 

@@ -332,6 +332,8 @@ async def _events(server: Server, body: GenerateBody) -> AsyncIterator[bytes]:
 
 async def _pieces(server: Server, job: Job, generation: Generation) -> AsyncIterator[bytes]:
     many = len(generation.samples) > 1 or not job.single
+    pieces = job.body.incremental_stream
+    pieces = server.options.incremental_streaming_output if pieces is None else pieces
     index = {sample: number for number, sample in enumerate(generation.samples)}
     shown = dict.fromkeys(generation.samples, 0)  # tokens in events so far
     held: dict[Sample, str] = dict.fromkeys(generation.samples, "")  # text of tokens not yet in an event
@@ -340,7 +342,7 @@ async def _pieces(server: Server, job: Job, generation: Generation) -> AsyncIter
         new = len(sample.token_ids) - shown[sample]
         if sample.finish is None and (new == 0 or (shown[sample] and new < job.interval)):
             continue
-        if server.options.incremental_streaming_output:
+        if pieces:
             event = answer(server, job, sample, since=shown[sample], text=held[sample])
         else:
             event = answer(server, job, sample)

@@ -79,6 +79,15 @@ def extras(body: OpenAIBody, sample: Sample) -> dict[str, Any]:
     return result
 
 
+def metadata(samples: Sequence[Sample], *, logprobs: bool) -> dict[str, Any]:
+    """What the answer can be had again with: the first sample's seed of each prompt, and the kind of its logprobs."""
+    seeds = [sample.request.seed for sample in samples if sample.sample_index == 0]
+    result: dict[str, Any] = {"weight_version": "default", "sampling_seeds": seeds}
+    if logprobs:
+        result["logprobs_kind"] = samples[0].params.logprobs_kind
+    return result
+
+
 def head(kind: str, answer_id: str, body: OpenAIBody, server: Server) -> dict[str, Any]:
     model = body.model if body.model is not None else server.options.model_name
     return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}

@@ -6,8 +6,10 @@ Each field of ServeOptions is one flag (`--field-name`); its metadata holds the 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from exactspec.errors import ConfigError
@@ -25,6 +27,7 @@ class ServeOptions:
     served_model_name: str = _option("", "name in answers [default: the model path]")
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(30000, "port to listen on")
+    allow_origin: str = _option("", "web origin whose pages may call this server (for the comparing page)")
     api_key: str = _option("", "clients must send it as a bearer token")
     device: str = _option("auto", "auto, cpu or cuda")
     dtype: str = _option("auto", "auto, bfloat16, float16 or float32")
@@ -88,8 +91,13 @@ class ServeOptions:
 
     @property
     def algorithm(self) -> str | None:
-        """As /server_info shows it."""
-        return self.speculative_algorithm.upper() or (self.draft_name.upper() if self.draft_name else None)
+        """As /server_info shows it: a draft folder's config names it, a shipped draft is called by it."""
+        if self.speculative_algorithm or not self.draft_name:
+            return self.speculative_algorithm.upper() or None
+        config = Path(self.draft_name).expanduser() / "config.json"
+        if not config.is_file():
+            return self.draft_name.upper()
+        return str(json.loads(config.read_text()).get("algorithm") or "block").upper()
 
     def engine_settings(self) -> dict[str, Any]:
         """Fields of EngineConfig."""

@@ -1,1 +1,205 @@
+"use strict";
+// The page at "/": streams one prompt from this server, and from a second one if asked, token by token.
 
+const $ = (id) => document.getElementById(id);
+const SOURCES = {
+  accepted: "drafted and accepted",
+  correction: "drawn where a draft was wrong",
+  bonus: "bonus: drawn after every draft was accepted",
+  plain: "drawn without a draft",
+};
+const TOP = 5;
+let running = null; // AbortController of the present run
+
+function headers() {
+  const key = $("key").value;
+  return { "Content-Type": "application/json", ...(key ? { Authorization: "Bearer " + key } : {}) };
+}
+
+async function post(base, path, body, signal) {
+  const response = await fetch(base + path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal });
+  if (!response.ok) throw new Error(messageOf(await response.json().catch(() => ({})), response.status));
+  return response;
+}
+
+function messageOf(body, status) {
+  return body.message || (body.error && (body.error.message || body.error)) || "HTTP " + status;
+}
+
+async function* eventsOf(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}
+
+async function about() {
+  try {
+    const response = await fetch("server_info", { headers: headers() });
+    $("keybox").hidden = response.status !== 401 && !$("key").value;
+    if (response.status === 401) { $("about").textContent = "this server wants an API key"; return; }
+    const info = await response.json();
+    const draft = info.speculative_algorithm ? `draft ${info.speculative_algorithm}, blocks of ${info.speculative_num_draft_tokens}` : "no draft";
+    $("about").textContent = `${info.served_model_name} · ${draft} · ${info.dtype} on ${info.device} · ${info.status}`;
+  } catch (error) {
+    $("about").textContent = "the server does not answer";
+  }
+}
+
+function makePanel(title) {
+  const panel = document.createElement("section");
+  panel.className = "panel";
+  panel.innerHTML = `<h2></h2><dl class="numbers"></dl><div class="blocks" aria-hidden="true"></div><div class="text" aria-live="off"></div>`;
+  panel.querySelector("h2").textContent = title;
+  $("panels").append(panel);
+  return { panel, text: panel.querySelector(".text"), numbers: panel.querySelector(".numbers"), blocks: panel.querySelector(".blocks"), ids: [], started: 0, first: 0, rounds: 0, drafted: 0, tokens: 0 };
+}
+
+function colour(logprob) {
+  return Math.max(0, Math.min(130, 130 * Math.exp(logprob / 2))); // green: sure, red: surprising
+}
+
+function addToken(view, [logprob, id, text], top, source) {
+  const span = document.createElement("span");
+  span.className = "token " + source;
+  span.style.setProperty("--hue", colour(logprob));
+  span.textContent = text;
+  span.tabIndex = view.tokens === 0 ? 0 : -1;
+  span.info = { logprob, id, text, top, source };
+  view.text.append(span);
+  view.ids.push(id);
+  view.tokens += 1;
+}
+
+function show(view, last) {
+  const now = performance.now();
+  const seconds = (now - view.first) / 1000;
+  const values = {
+    tokens: view.tokens,
+    "tokens/s": view.tokens > 1 ? ((view.tokens - 1) / seconds).toFixed(1) : "–",
+    "first token": (view.first - view.started).toFixed(0) + " ms",
+    rounds: view.rounds,
+    "tokens a round": view.rounds ? ((view.tokens - 1) / view.rounds).toFixed(2) : "–",
+  };
+  if (last) {
+    const reason = last.meta_info.finish_reason;
+    values.end = reason.type;
+    if (last.meta_info.sampling_seed !== undefined) values.seed = last.meta_info.sampling_seed;
+  }
+  view.numbers.replaceChildren(...Object.entries(values).map(([name, value]) => {
+    const row = document.createElement("div");
+    const term = document.createElement("dt"), data = document.createElement("dd");
+    term.textContent = name;
+    data.textContent = value;
+    row.append(term, data);
+    return row;
+  }));
+}
+
+function addBlock(view, size) {
+  const bar = document.createElement("i");
+  bar.style.height = Math.min(100, size * 11) + "%";
+  bar.title = size + " tokens";
+  view.blocks.append(bar);
+}
+
+async function generate(base, view, seed, signal) {
+  const prompt = $("prompt").value;
+  const body = {
+    sampling_params: { max_new_tokens: Number($("tokens").value), temperature: Number($("temperature").value), sampling_seed: seed },
+    stream: true, incremental_stream: true, return_logprob: true, top_logprobs_num: TOP,
+    return_text_in_logprobs: true, return_token_sources: true, logprobs_kind: $("kind").value,
+  };
+  if ($("mode").value === "chat") {
+    const answer = await post(base, "tokenize", { messages: [{ role: "user", content: prompt }] }, signal);
+    body.input_ids = (await answer.json()).tokens;
+  } else body.text = prompt;
+  view.started = performance.now();
+  for await (const event of eventsOf(await post(base, "generate", body, signal))) {
+    if (event.error) throw new Error(event.error.message);
+    const meta = event.meta_info;
+    const count = event.output_ids.length;
+    if (count && !view.first) view.first = performance.now();
+    else if (count) { view.rounds += 1; addBlock(view, count); }
+    meta.output_token_logprobs.forEach((token, i) => addToken(view, token, meta.output_top_logprobs[i], meta.token_sources[i]));
+    show(view, meta.finish_reason ? event : null);
+  }
+}
+
+async function run() {
+  if (running) running.abort();
+  const controller = (running = new AbortController());
+  $("panels").replaceChildren();
+  $("same").textContent = "";
+  $("stop").disabled = false;
+  const other = $("other").value.trim().replace(/\/*$/, "");
+  const views = [makePanel(other ? "this server" : "answer")];
+  if (other) views.push(makePanel(other));
+  // chosen here, so that both servers get the same and a JavaScript number holds it exactly
+  const seed = Number($("seed").value) || Math.floor(Math.random() * 2 ** 48);
+  // one after the other: side by side they would share the machine and show neither's speed
+  for (const [i, view] of views.entries()) {
+    try {
+      await generate(i ? other + "/" : "", view, seed, controller.signal);
+    } catch (error) {
+      if (controller.signal.aborted) break;
+      const line = document.createElement("p");
+      line.className = "error";
+      line.textContent = error.message;
+      view.panel.append(line);
+    }
+  }
+  if (views.length === 2 && !controller.signal.aborted) {
+    const same = views[0].ids.join() === views[1].ids.join();
+    $("same").textContent = same ? "Both servers gave the same tokens." : "The tokens differ: are the models the same?";
+  }
+  if (running === controller) { running = null; $("stop").disabled = true; }
+}
+
+function stop() {
+  if (running) running.abort();
+  running = null;
+  $("stop").disabled = true;
+}
+
+function tell(span) {
+  const tip = $("tip");
+  const { logprob, id, top, source } = span.info;
+  const rows = top.map(([value, other, text]) => `<tr class="${other === id ? "chosen" : ""}"><td></td><td>${(100 * Math.exp(value)).toFixed(2)} %</td><td>${value.toFixed(4)}</td></tr>`);
+  tip.innerHTML = `<div></div><table>${rows.join("")}</table>`;
+  tip.firstChild.textContent = `token ${id} · logprob ${logprob.toFixed(4)} · ${SOURCES[source]}`;
+  top.forEach(([, , text], i) => { tip.querySelectorAll("tr")[i].firstChild.textContent = JSON.stringify(text); });
+  tip.hidden = false;
+  const box = span.getBoundingClientRect();
+  tip.style.left = Math.max(8, Math.min(box.left, innerWidth - tip.offsetWidth - 8)) + "px";
+  const below = box.bottom + 6 + tip.offsetHeight < innerHeight;
+  tip.style.top = (below ? box.bottom + 6 : box.top - tip.offsetHeight - 6) + "px";
+}
+
+$("form").addEventListener("submit", (event) => { event.preventDefault(); run(); });
+$("stop").addEventListener("click", stop);
+$("key").addEventListener("change", about);
+$("panels").addEventListener("mouseover", (event) => { if (event.target.info) tell(event.target); });
+$("panels").addEventListener("mouseout", () => { $("tip").hidden = true; });
+$("panels").addEventListener("focusin", (event) => { if (event.target.info) tell(event.target); });
+$("panels").addEventListener("focusout", () => { $("tip").hidden = true; });
+$("panels").addEventListener("keydown", (event) => {
+  const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+  const next = step && event.target.info && event.target[step];
+  if (next) { event.preventDefault(); event.target.tabIndex = -1; next.tabIndex = 0; next.focus(); }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); run(); }
+  if (event.key === "Escape") { stop(); $("tip").hidden = true; }
+});
+about();
+// #run starts at once, so that a link can show an answer
+if (location.hash === "#run") run();
