@@ -1,7 +1,7 @@
 """Tiny drafts in the published layouts, running requests, and a slow reference of the draft network.
 
-The reference is written from the papers' formulas with plain loops over blocks and positions, float32, no paging, and
-shares no code with the product.
+The reference is written from the papers' formulas, one block and one head at a time, float32, no paging, and shares
+no code with the product.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def draft_config(**changes: Any) -> dict[str, Any]:
         "architectures": ["LlamaDSparkModel"], "model_type": "llama", "block_size": 5, "mask_token_id": 259,
         "anchor_is_first_prediction": True, "target_layer_ids": [0, 1], "num_target_layers": 3, "hidden_size": 32,
         "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "vocab_size": 262, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
+        "head_dim": 16, "vocab_size": 262, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
         "markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }  # fmt: skip
@@ -111,15 +111,13 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def _turn(x: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE of one vector [D], pair by pair (i, i + D/2)."""
-    half = x.shape[0] // 2
-    out = x.clone()
-    for i in range(half):
-        angle = position * theta ** (-2 * i / x.shape[0])
-        c, s = math.cos(angle), math.sin(angle)
-        out[i], out[i + half] = x[i] * c - x[i + half] * s, x[i + half] * c + x[i] * s
-    return out
+def _turn(x: Tensor, positions: list[int], theta: float) -> Tensor:
+    """RoPE of vectors [P, D] at their positions: pair (i, i + D/2) turns by position * theta ** (-2i / D)."""
+    half = x.shape[1] // 2
+    angles = torch.tensor([[p * theta ** (-i / half) for i in range(half)] for p in positions])
+    c, s = angles.cos(), angles.sin()
+    first, second = x[:, :half], x[:, half:]
+    return torch.cat([first * c - second * s, second * c + first * s], dim=1)
 
 
 def reference_hidden(
@@ -136,11 +134,13 @@ def reference_hidden(
         out = rows @ w[f"{at}self_attn.{name}_proj.weight"].T
         return out if bias is None else out + bias
 
-    def vector(row: Tensor, head: int, position: int, norm: str, at: str) -> Tensor:
-        part = row[head * head_dim : (head + 1) * head_dim]
+    def of_head(rows: Tensor, head: int, positions: list[int], norm: str, at: str) -> Tensor:
+        part = rows[:, head * head_dim : (head + 1) * head_dim]
         weight = w.get(f"{at}self_attn.{norm}.weight")
-        return _turn(part if weight is None else _norm(part, weight, eps), position, theta)
+        return _turn(part if weight is None else _norm(part, weight, eps), positions, theta)
 
+    block_at = list(range(start, start + len(block)))
+    all_at = list(range(start)) + block_at
     for i in range(config["num_hidden_layers"]):
         at = f"layers.{i}."
         rows = _norm(x, w[at + "input_layernorm.weight"], eps)
@@ -149,12 +149,9 @@ def reference_hidden(
         mixed = torch.zeros(len(rows), heads * head_dim)
         for h in range(heads):
             g = h // (heads // kv_heads)
-            keys = torch.stack([vector(k[j], g, j, "k_norm", at) for j in range(len(both))])
-            values = v[:, g * head_dim : (g + 1) * head_dim]
-            for r in range(len(rows)):
-                query = vector(q[r], h, start + r, "q_norm", at)
-                weights = torch.softmax(keys @ query / math.sqrt(head_dim), 0)
-                mixed[r, h * head_dim : (h + 1) * head_dim] = weights @ values
+            queries, keys = of_head(q, h, block_at, "q_norm", at), of_head(k, g, all_at, "k_norm", at)
+            weights = torch.softmax(queries @ keys.T / math.sqrt(head_dim), dim=1)
+            mixed[:, h * head_dim : (h + 1) * head_dim] = weights @ v[:, g * head_dim : (g + 1) * head_dim]
         x = x + project(mixed, "o", at)
         rows = _norm(x, w[at + "post_attention_layernorm.weight"], eps)
         gate, up = rows @ w[at + "mlp.gate_proj.weight"].T, rows @ w[at + "mlp.up_proj.weight"].T

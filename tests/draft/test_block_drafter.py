@@ -1,6 +1,6 @@
 """Block drafts over paged K/V, against the slow reference without pages or cache.
 
-The target is the random three-layer one of tests/fakes.py on the plain-torch backend, float32.
+The target is the random three-layer one of tests/fakes.py, float32, on the plain-torch and on the native CPU backend.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from itertools import pairwise
 import pytest
 import torch
 from draft_fakes import draft_config, draft_tensors, reference_chain, reference_hidden, running, write_draft
-from fakes import make_batch, tiny_model
+from fakes import make_batch, tiny_target
 from torch import Tensor
 
+from exactspec.backend.cpu.backend import CpuBackend
+from exactspec.backend.torch_ref.backend import TorchBackend
 from exactspec.draft.base import DraftBatch
 from exactspec.draft.block import BlockDrafter
 from exactspec.draft.checkpoint import load_block_model
@@ -32,14 +34,14 @@ LAYOUTS = {
     "dflash": DFLASH,
     "gated": draft_config(markov_head_type="gated"),
     "rnn": draft_config(markov_head_type="rnn"),
-    "qwen3": draft_config(model_type="qwen3", head_dim=16, attention_bias=True),
+    "qwen3": draft_config(model_type="qwen3", head_dim=32, attention_bias=True),
 }
 TEXT = [5, 80, 33, 120, 7, 7, 91, 14, 200, 3, 64, 18]
 
 
-@pytest.fixture(scope="module")
-def target() -> TargetModel:
-    return tiny_model(num_layers=3)
+@pytest.fixture(scope="module", params=[TorchBackend, CpuBackend])
+def target(request) -> TargetModel:
+    return TargetModel(request.param(), tiny_target(num_layers=3))
 
 
 class Harness:

@@ -16,7 +16,7 @@ STYLES = {
         enable_confidence_head=False, confidence_head_with_markov=False,
     ),
     "qwen3 norms, bias, own head_dim": draft_config(
-        model_type="qwen3", attention_bias=True, head_dim=16, architectures=["Qwen3DSparkModel"],
+        model_type="qwen3", attention_bias=True, head_dim=32, architectures=["Qwen3DSparkModel"],
         anchor_is_first_prediction=..., markov_head_type="gated",
     ),
     "rnn head, confidence without Markov": draft_config(markov_head_type="rnn", confidence_head_with_markov=False),

@@ -34,7 +34,7 @@ def test_missing_tensor(tmp_path):
     weights = draft_tensors(draft_config())
     del weights["layers.1.self_attn.k_proj.weight"]
     folder = write_draft(tmp_path, draft_config(), weights)
-    with pytest.raises(CheckpointError, match=r"missing tensors: layers.1.self_attn.k_proj.weight \[16, 32\]"):
+    with pytest.raises(CheckpointError, match=r"missing tensors: layers.1.self_attn.k_proj.weight \[32, 32\]"):
         load_block_model(folder)
 
 
