@@ -61,16 +61,17 @@ def make_blocks(batch: Batch, num_anchors: int, gamma: int, loss_decay: float, r
     sequence, anchor, step = np.nonzero(valid)
     goal = goals[valid]
     weight = np.exp(-step / loss_decay).astype(np.float32)
-    arrays = (
-        anchors,
-        sequence * num_anchors + anchor,
-        step,
-        token_ids[sequence, goal],
-        token_ids[sequence, goal - 1],
-        sequence * width + goal - 1,
-    )
     total = max(float(weight.sum()), 1e-9)
-    return BlockBatch(batch.token_ids, *(torch.from_numpy(a) for a in arrays), torch.from_numpy(weight / total))
+    return BlockBatch(
+        token_ids=batch.token_ids,
+        anchors=torch.from_numpy(anchors),
+        block=torch.from_numpy(sequence * num_anchors + anchor),
+        step=torch.from_numpy(step),
+        label=torch.from_numpy(token_ids[sequence, goal]),
+        previous=torch.from_numpy(token_ids[sequence, goal - 1]),
+        target_row=torch.from_numpy(sequence * width + goal - 1),
+        weight=torch.from_numpy(weight / total),
+    )
 
 
 def block_input_ids(blocks: BlockBatch, mask_token_id: int, num_rows: int) -> Tensor:

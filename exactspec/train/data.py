@@ -192,7 +192,7 @@ class _Maker:
         rows = [answered.row(i)[int(answered.prompt_len[i]) :].tolist() for i in picks]
         rows = [row for row in rows if len(row) >= 60]
         texts = decode_all(self.tokenizer, rows)
-        longs = []
+        longs: list[str] = []
         while len(texts) > 4 and len(longs) < count:
             parts = [texts.pop() for _ in range(self.rng.choice((1, 1, 1, 2, 2, 3, 4)))]
             if self.rng.random() < 0.3:
@@ -265,8 +265,7 @@ class Batch:
     prompt_len: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        move = {"device": device, "non_blocking": True}
-        return Batch(self.token_ids.to(**move), self.lengths.to(**move), self.prompt_len.to(**move))
+        return Batch(self.token_ids.to(device), self.lengths.to(device), self.prompt_len.to(device))
 
 
 def make_batch(sequences: Sequences, indices: Sequence[int], max_sequence: int) -> Batch:
@@ -302,16 +301,18 @@ class BatchOrder:
         noisy = self.lengths + rng.uniform(0, _BUCKET / 2, len(self.lengths))
         batches: list[list[int]] = []
         current: list[int] = []
+        width = 0
         for index in np.argsort(noisy, kind="stable").tolist():
-            width = -(-int(self.lengths[index]) // _BUCKET) * _BUCKET
+            width = max(width, -(-int(self.lengths[index]) // _BUCKET) * _BUCKET)
             full = len(current) >= self.batch_sequences or (len(current) + 1) * width > self.batch_tokens
             if current and full:
                 batches.append(current)
                 current = []
+                width = -(-int(self.lengths[index]) // _BUCKET) * _BUCKET
             current.append(index)
         if current:
             batches.append(current)
-        rng.shuffle(batches)  # type: ignore[arg-type]
+        rng.shuffle(batches)
         return batches
 
     def batches(self, start: int) -> Iterator[list[int]]:

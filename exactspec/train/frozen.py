@@ -6,7 +6,7 @@ Speed over bits: this forward is not the exact one that serving uses. It runs in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,8 +46,8 @@ class FrozenTarget:
         self.ropes = loaded.config.rope_tables(device)
 
     def _place(self, layer: LayerWeights) -> LayerWeights:
-        tensors = {f.name: getattr(layer, f.name) for f in fields(layer)}
-        return LayerWeights(**{n: None if t is None else t.to(self.device, self.dtype) for n, t in tensors.items()})
+        given = {f.name: getattr(layer, f.name) for f in fields(layer)}
+        return replace(layer, **{n: t.to(self.device, self.dtype) for n, t in given.items() if t is not None})
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (weight.shape[0],), weight, self.spec.rms_eps)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Fused Triton operators for training on CUDA. Each has its plain torch twin in `ops.py`, which is the truth.
 
 Imported on CUDA devices only (or in Triton's interpreter, for tests).

@@ -118,7 +118,7 @@ class _LinearDistance(torch.autograd.Function):
         return loss, ce, l1, match
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_w2 = ctx.saved_tensors
         grad_hidden = (grad_x[:, : ctx.width] * grad).to(ctx.hidden_dtype)
         if not ctx.has_latent:

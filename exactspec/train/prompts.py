@@ -34,7 +34,8 @@ DEFAULT_SYSTEM_SHARE = 0.75  # of prompts: no system message of ours, the templa
 STARTS = (
     "", "", "", "", "Write a", "Write a Python function", "Write a program that", "Create a", "Explain", "How do I",
     "How can", "What is", "What are the", "Why does", "I have a", "I want to", "I need help with", "Given",
-    "Given the following", "Solve", "Solve the equation", "Calculate", "Find the", "Let $", "If $", "A", "In a", "Suppose", "Compare",
+    "Given the following", "Solve", "Solve the equation", "Calculate", "Find the", "Let $", "If $", "A", "In a",
+    "Suppose", "Compare",
     "Describe", "Design", "Can you", "Could you please", "Please", "Rewrite the following", "Summarize", "Translate",
     "List", "Generate", "Imagine", "You are", "Here is", "This code", "```python\n", "def ", "class ", "My", "As a",
     "Consider", "Implement", "Fix the bug", "Act as", "Tell me", "The following", "There are", "SELECT", "Prove that",

@@ -115,7 +115,7 @@ def _algebra(rng: random.Random) -> str:
             f"An arithmetic sequence starts with {a} and has the common difference {b}. What is its {c}th term?",
             f"Let $a = {a}$ and $b = {b}$. Find the value of $a^2 + {rng.randint(2, 5)}ab - b^2$.",
             f"Find the slope of the line through $({a}, {b})$ and $({c}, {d})$.",
-            f"The vectors $\\mathbf{{u}} = ({a}, {b})$ and $\\mathbf{{v}} = ({-b}, {c})$ are given. Find their dot product.",
+            f"Given are $\\mathbf{{u}} = ({a}, {b})$ and $\\mathbf{{v}} = ({-b}, {c})$. Find their dot product.",
             f"Convert the point $({a}, {b})$ to polar form.",
             f"Calculate {d} * {c} + {b} - {a}.",
             f"What is {rng.randint(2, 95)}% of {d}?",
@@ -126,6 +126,7 @@ def _algebra(rng: random.Random) -> str:
     return task + rng.choice(FINAL)
 
 
+FORMS = ("function", "program", "script", "method")
 LANGUAGES = ("Python",) * 8 + ("JavaScript", "Java", "C++", "C", "Rust", "Go", "SQL", "Bash", "TypeScript", "PHP")
 TYPES = ("List[int]", "List[str]", "str", "int", "Dict[str, int]", "List[float]", "Tuple[int, int]", "bool", "float")
 
@@ -191,9 +192,11 @@ def _code(rng: random.Random) -> str:
         return lead + _skeleton(rng)
     language = rng.choice(LANGUAGES)
     if kind < 0.75:
-        return f"{rng.choice(('Write', 'Create', 'Give me', 'Implement'))} a {language} {rng.choice(('function', 'program', 'script', 'method'))} to {_task(rng)}."
+        verb, form = rng.choice(("Write", "Create", "Give me", "Implement")), rng.choice(FORMS)
+        return f"{verb} a {language} {form} to {_task(rng)}."
     topic = rng.choice(PROJECTS)
-    return f"{rng.choice(('How do I write', 'Show me', 'Write', 'I need', 'Explain with code'))} {topic} in {language}{rng.choice(('?', '.', ' with comments.', ' and explain how it works.'))}"
+    lead = rng.choice(("How do I write", "Show me", "Write", "I need", "Explain with code"))
+    return f"{lead} {topic} in {language}{rng.choice(('?', '.', ' with comments.', ' and explain how it works.'))}"
 
 
 def _writing(rng: random.Random) -> str:
@@ -202,7 +205,7 @@ def _writing(rng: random.Random) -> str:
         (
             f"Write a {tone} {kind} about {topic}.",
             f"Compose a {kind} on the subject of {topic}. Keep the tone {tone}.",
-            f"Could you help me with a {kind} about {topic}? It should be {tone} and under {rng.randint(5, 40) * 10} words.",
+            f"Help me with a {kind} about {topic}. It should be {tone} and under {rng.randint(5, 40) * 10} words.",
             f"Explain {topic} to a {rng.choice(('child', 'student', 'manager', 'beginner', 'senior engineer'))}.",
             f"What are the main advantages and disadvantages of {topic}?",
             f"Compare {topic} with {rng.choice(TOPICS)}.",
@@ -234,7 +237,7 @@ def _sentence(rng: random.Random) -> str:
     return rng.choice(
         (
             f"{one} go to the {rng.choice(PLACES)} yesterday and buyed {rng.randint(2, 9)} {rng.choice(THINGS)}.",
-            f"The meeting about {rng.choice(TOPICS)} was moved by {one} from {rng.randint(1, 12)} pm to {rng.randint(1, 12)} pm.",
+            f"The meeting about {rng.choice(TOPICS)} was moved by {one} from 3 pm to {rng.randint(4, 12)} pm.",
             f"{one} told {two} that {rng.choice(TOPICS)} is overrated.",
             f"Our {rng.choice(PLACES)} is closed because the {rng.choice(THINGS)} has not arrived.",
             f"I am writing to let you know that {one} has finished the report on {rng.choice(TOPICS)}.",

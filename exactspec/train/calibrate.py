@@ -1,0 +1,177 @@
+"""Sequential temperature scaling of the confidence head (DSpark, arXiv 2607.05147, section 3.2), and its measures.
+
+Position k gets the temperature for which the product of the scaled confidences up to k predicts best whether the first
+k drafts survive, the positions before it being fixed already: left to right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from exactspec.draft.checkpoint import CALIBRATION_FILE, read_calibration
+from exactspec.draft.config import read_draft_config
+from exactspec.engine.llm import LLM
+from exactspec.errors import ConfigError
+from exactspec.train.prompts import decode_all, frame_prompts, openings, read_prompt_file, user_turn
+from exactspec.train.rollouts import Rounds, run_rollouts
+from exactspec.train.saving import write_json
+from exactspec.train.templates import template_prompts
+from exactspec.types import SamplingParams
+from exactspec.verify.survival import prefix_survival, scale_confidence
+
+Floats = NDArray[np.float64]
+NUM_BINS = 15
+_GRID = np.geomspace(0.25, 4.0, 97)
+_ECE_SLACK = 0.001  # among temperatures whose ECE is this close to the best one, the likeliest wins
+_PROMPT_SEED = 987_654  # prompts of calibration: a seed of their own, so that training never saw them
+LEAST_ROUNDS = 200
+
+
+def expected_calibration_error(chance: Floats, outcome: NDArray[np.bool_], bins: int = NUM_BINS) -> float:
+    """Mean gap between predicted chance and observed rate over `bins` equal-width bins, weighted by their sizes."""
+    if len(chance) == 0:
+        return float("nan")
+    index = np.minimum((chance * bins).astype(int), bins - 1)
+    counts = np.bincount(index, minlength=bins)
+    predicted = np.bincount(index, weights=chance, minlength=bins)
+    observed = np.bincount(index, weights=outcome.astype(np.float64), minlength=bins)
+    return float(np.abs(predicted - observed).sum() / counts.sum())
+
+
+def area_under_curve(chance: Floats, outcome: NDArray[np.bool_]) -> float:
+    """Chance that an accepted draft was given more confidence than a rejected one (ties count half)."""
+    positives, negatives = int(outcome.sum()), int((~outcome).sum())
+    if not positives or not negatives:
+        return float("nan")
+    order = np.argsort(chance, kind="stable")
+    _, first, inverse, sizes = np.unique(chance[order], return_index=True, return_inverse=True, return_counts=True)
+    ranks = np.empty(len(chance))
+    ranks[order] = (first + (sizes + 1) / 2.0)[inverse]
+    return float((ranks[outcome].sum() - positives * (positives + 1) / 2) / (positives * negatives))
+
+
+def fit_temperatures(rounds: Rounds) -> list[float]:
+    """One temperature per draft position. Raises ConfigError without confidences or with too few rounds."""
+    if np.isnan(rounds.confidence).all():
+        raise ConfigError("draft: it has no confidence head, so there is nothing to calibrate")
+    if len(rounds.known) < LEAST_ROUNDS:
+        raise ConfigError(f"prompts: {len(rounds.known)} rounds are too few to calibrate, {LEAST_ROUNDS} are the least")
+    gamma = rounds.known.shape[1]
+    temperatures: list[float] = []
+    before = np.ones(len(rounds.known))
+    for k in range(gamma):
+        seen = rounds.known[:, k] & ~np.isnan(rounds.confidence[:, k])
+        chances = np.stack([scale_confidence(rounds.confidence[:, k : k + 1], [t])[:, 0] for t in _GRID])
+        best = _best_temperature(before[seen] * chances[:, seen], rounds.accepted[seen, k])
+        temperatures.append(float(_GRID[best]))
+        before = before * np.nan_to_num(chances[best], nan=0.0)
+    return temperatures
+
+
+def _best_temperature(survival: Floats, survived: NDArray[np.bool_]) -> int:
+    """survival [grid, n]: the index of the best row."""
+    errors = np.array([expected_calibration_error(row, survived) for row in survival])
+    clipped = np.clip(survival, 1e-6, 1 - 1e-6)
+    surprise = -np.where(survived, np.log(clipped), np.log1p(-clipped)).mean(1)
+    close = errors <= errors.min() + _ECE_SLACK
+    return int(np.where(close, surprise, np.inf).argmin())
+
+
+def measure_confidence(rounds: Rounds, temperatures: Sequence[float] | None = None) -> dict[str, Any]:
+    """ECE by position of the prefix survival and of the conditional confidence, their means, and the AUC."""
+    chance = rounds.confidence if temperatures is None else scale_confidence(rounds.confidence, temperatures)
+    survival = prefix_survival(chance)
+    before = np.concatenate([np.ones_like(rounds.accepted[:, :1]), rounds.accepted[:, :-1]], axis=1)
+    usable = rounds.known & ~np.isnan(chance)
+    tested = usable & before
+    gamma = chance.shape[1]
+    prefix = [
+        expected_calibration_error(survival[usable[:, k], k], rounds.accepted[usable[:, k], k]) for k in range(gamma)
+    ]
+    single = [
+        expected_calibration_error(chance[tested[:, k], k], rounds.accepted[tested[:, k], k]) for k in range(gamma)
+    ]
+    return {
+        "ece_survival": [round(x, 5) for x in prefix],
+        "ece_conditional": [round(x, 5) for x in single],
+        "mean_ece_survival": round(float(np.nanmean(prefix)), 5),
+        "mean_ece_conditional": round(float(np.nanmean(single)), 5),
+        "auc_conditional": round(area_under_curve(chance[tested], rounds.accepted[tested]), 4),
+    }
+
+
+def calibrate(
+    target: str,
+    draft: str | Path,
+    *,
+    prompts: Path | None = None,
+    num_prompts: int = 120,
+    max_new_tokens: int = 128,
+    temperatures: Sequence[float] = (0.0, 0.7, 1.0),
+    device: str = "auto",
+    seed: int = 0,
+    **engine_options: Any,
+) -> dict[str, Any]:
+    """Fits the temperatures of a draft folder on rollouts and writes DRAFT/calibration.json; returns its content.
+
+    `prompts`: JSON lines that training never saw; None: the target writes some with a seed of their own, and templates
+    add others. A quarter of the prompts measures what the others fitted.
+    """
+    folder = Path(draft)
+    gamma = read_draft_config(folder).gamma
+    if num_prompts < 4:
+        raise ConfigError(f"num_prompts: must be at least 4, got {num_prompts}")
+    llm = LLM(target, draft=str(_uncalibrated(folder)), device=device, **engine_options)
+    turns = read_prompt_file(prompts)[:num_prompts] if prompts else own_turns(llm, num_prompts, seed)
+    ids = frame_prompts(llm.tokenizer, turns, _PROMPT_SEED)
+    params = [
+        SamplingParams(max_new_tokens=max_new_tokens, temperature=temperatures[i % len(temperatures)], seed=seed + i)
+        for i in range(len(ids))
+    ]
+    fitted = [i for i in range(len(ids)) if i % 4 != 3]
+    checked = [i for i in range(len(ids)) if i % 4 == 3]
+    _, rounds, _ = run_rollouts(llm, [ids[i] for i in fitted], [params[i] for i in fitted])
+    scales = fit_temperatures(rounds)
+    _, others, _ = run_rollouts(llm, [ids[i] for i in checked], [params[i] for i in checked])
+    content = {
+        "temperatures": [round(t, 5) for t in scales],
+        "method": "sequential temperature scaling, left to right, expected calibration error of the prefix survival",
+        "target": target,
+        "rounds": len(rounds.known),
+        "sampling_temperatures": list(temperatures),
+        "before": measure_confidence(others),
+        "after": measure_confidence(others, scales),
+        "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    write_json(folder / CALIBRATION_FILE, content)
+    read_calibration(folder, gamma)
+    return content
+
+
+def _uncalibrated(folder: Path) -> Path:
+    """The folder itself; an old calibration would be applied to what is to be measured, so it moves aside."""
+    old = folder / CALIBRATION_FILE
+    if old.exists():
+        old.replace(folder / (CALIBRATION_FILE + ".old"))
+    return folder
+
+
+def own_turns(llm: LLM, count: int, seed: int) -> list[str]:
+    """User turns for calibration: half written by the target, half from templates, all from a seed of their own."""
+    from_templates = template_prompts(count // 2, _PROMPT_SEED + seed)
+    prompts, starts = openings(llm.tokenizer, count - len(from_templates), _PROMPT_SEED + seed)
+    params = [
+        SamplingParams(max_new_tokens=120, temperature=1.0, min_p=0.04, seed=_PROMPT_SEED + seed + i)
+        for i in range(len(prompts))
+    ]
+    written = llm.generate(prompts, params)
+    texts = decode_all(llm.tokenizer, [answer.token_ids for answer in written])
+    own = [user_turn(start, text) for start, text in zip(starts, texts, strict=True)]
+    mixed = [turn for pair in zip(own, from_templates, strict=False) for turn in pair] + own[len(from_templates) :]
+    return [turn for turn in mixed if len(turn.split()) >= 3]

@@ -1,0 +1,182 @@
+"""Prompts, filters, generation and the order of batches."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from fakes import EOS_ID, byte_tokenizer
+from train_fakes import frozen, small_target
+
+from exactspec.errors import CheckpointError, ConfigError
+from exactspec.train.data import BatchOrder, join, load_shards, make_batch, pack, split_heldout
+from exactspec.train.generate import BatchGenerator, Job
+from exactspec.train.options import make_options
+from exactspec.train.prompts import PromptFilter, frame_prompts, openings, read_prompt_file
+from exactspec.train.templates import long_prompt, template_prompts
+
+
+def greedy_answer(target, prompt, count):
+    """The slow way: the whole sequence again for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        _, hidden = target.forward(torch.tensor([tokens]), (0,))
+        tokens.append(int((hidden[0, -1] @ target.lm_head.t()).argmax()))
+        if tokens[-1] == EOS_ID:
+            break
+    return tokens[len(prompt) :]
+
+
+def test_slots_give_what_one_sequence_at_a_time_gives():
+    """More jobs than slots, of unlike lengths: slots are refilled and old content must not leak."""
+    target = frozen(small_target())
+    rng = random.Random(0)
+    jobs = [
+        Job(tuple(rng.randrange(256) for _ in range(rng.randint(1, 12))), rng.randint(1, 14), 0.0, i) for i in range(11)
+    ]
+    answers = BatchGenerator(target, [EOS_ID], slots=3, length=32).run(jobs)
+    for job, answer in zip(jobs, answers, strict=True):
+        assert answer == greedy_answer(target, job.prompt, job.max_new)
+
+
+def test_a_sampled_answer_depends_on_its_seed_and_not_on_its_slot():
+    target = frozen(small_target())
+    jobs = [Job((65 + i % 2, 66), 12, 1.0, i // 2, min_p=0.01) for i in range(8)]
+    many = BatchGenerator(target, [EOS_ID], slots=8, length=32).run(jobs)
+    few = BatchGenerator(target, [EOS_ID], slots=2, length=40).run(list(reversed(jobs)))
+    assert many == list(reversed(few))
+    assert len({tuple(answer) for answer in many}) > 4
+
+
+def test_generation_stops_at_the_end_token_and_keeps_it():
+    loaded = small_target()
+    loaded.weights.lm_head[EOS_ID] = loaded.weights.lm_head[:256].sum(0)
+    target = frozen(loaded)
+    answers = BatchGenerator(target, [EOS_ID], slots=4, length=64).run([Job((i,), 60, 1.0, i) for i in range(12)])
+    ended = [answer for answer in answers if EOS_ID in answer]
+    assert ended
+    assert all(answer.index(EOS_ID) == len(answer) - 1 for answer in ended)
+    assert all(len(answer) == 60 for answer in answers if EOS_ID not in answer)
+
+
+def test_a_job_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match=r"slot_tokens: a job of 3 \+ 30 tokens does not fit 32"):
+        BatchGenerator(frozen(small_target()), [EOS_ID], 2, 32).run([Job((1, 2, 3), 30, 0.0, 0)])
+
+
+def test_prompts_that_overlap_with_excluded_ones_are_dropped():
+    unseen = ["A farmer has 12 cows, and every cow gives 9 litres of milk a day.", "Name two fish"]
+    keep = PromptFilter(unseen, words=8).keep
+    assert not keep("Tell me: every cow gives 9 litres of milk a day; is that a lot?")  # 8 words in a row
+    assert keep("Tell me: every cow gives 9 litres of cream a day; is that a lot?")
+    assert not keep("Name two FISH!")  # shorter than the window: equal as a whole
+    assert keep("Name two fish that live in cold rivers")
+
+
+def test_repetition_and_near_duplicates_are_dropped_and_counted():
+    chosen = PromptFilter()
+    assert chosen.keep("Solve 3x + 7 = 22 for x please")
+    assert not chosen.keep(
+        "Solve 5x + 9 = 14 for x please."
+    )  # the same but for numbers: x is part of 5x, so keep below
+    assert chosen.keep("Solve 5x + 9 = 14 for x, please do", own_repetition=False)
+    assert not chosen.keep("and then " * 30)
+    assert not chosen.keep("Hi")
+    assert chosen.dropped["repetitive"] == 1
+    assert chosen.dropped["too short"] == 1
+
+
+def test_templates_are_varied_and_seeded():
+    prompts = template_prompts(600, 5)
+    assert prompts == template_prompts(600, 5)
+    assert prompts != template_prompts(600, 6)
+    assert len(set(prompts)) > 500
+    assert any("```python" in p for p in prompts)
+    assert any("\\boxed" in p for p in prompts)
+    long = long_prompt(random.Random(0), ["first " * 50, "second " * 50])
+    assert "first" in long
+    assert "second" in long
+
+
+def test_prompt_files_and_their_faults(tmp_path):
+    path = tmp_path / "p.jsonl"
+    lines = [
+        {"turns": ["one\u2028line", "second turn"]},
+        {"prompt": "two"},
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "three"}]},
+    ]
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8")
+    assert read_prompt_file(path) == ["one\u2028line", "two", "three"]
+    path.write_text('{"turns": ["ok"]}\n{"question": "?"}\n')
+    with pytest.raises(ConfigError, match=r"p\.jsonl, line 2"):
+        read_prompt_file(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_prompt_file(tmp_path / "none.jsonl")
+
+
+def test_prompts_are_framed_by_the_chat_template():
+    tokenizer = byte_tokenizer()
+    framed = frame_prompts(tokenizer, ["hello"] * 30, 0)
+    plain = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert plain in framed
+    assert len({tuple(ids) for ids in framed}) > 2  # some with system messages
+    begun, starts = openings(tokenizer, 20, 0)
+    user = tokenizer.encode("<user>", add_special_tokens=False)[0]
+    for ids, start in zip(begun, starts, strict=True):
+        assert tokenizer.decode(ids[len(ids) - ids[::-1].index(user) :]) == start
+
+
+def test_batches_cover_every_sequence_once_an_epoch_and_resume_anywhere():
+    lengths = torch.tensor(np.random.default_rng(0).integers(10, 400, 103))
+    order = BatchOrder(lengths, batch_sequences=8, batch_tokens=1024, seed=3)
+    epoch = order.epoch(0)
+    assert sorted(i for batch in epoch for i in batch) == list(range(103))
+    for batch in epoch:
+        width = -(-int(lengths[batch].max()) // 64) * 64
+        assert len(batch) <= 8
+        assert len(batch) == 1 or len(batch) * width <= 1024
+    stream = order.batches(0)
+    whole = [next(stream) for _ in range(3 * len(epoch))]
+    later = order.batches(17)
+    assert [next(later) for _ in range(10)] == whole[17:27]
+    assert whole[: len(epoch)] != whole[len(epoch) : 2 * len(epoch)]
+
+
+def test_ranks_share_the_batches_between_them():
+    lengths = torch.full((40,), 60)
+    whole = BatchOrder(lengths, 4, 1024, 0).batches(0)
+    ranks = [BatchOrder(lengths, 4, 1024, 0, rank, 2).batches(0) for rank in range(2)]
+    for _ in range(12):
+        assert [next(ranks[0]), next(ranks[1])] == [next(whole), next(whole)]
+
+
+def test_packing_joining_and_cutting():
+    one, two = pack([[1, 2, 3], [4, 5]], [1, 1]), pack([[6, 7, 8, 9]], [2])
+    both = join([one, two])
+    assert [both.row(i).tolist() for i in range(3)] == [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    assert both.num_answer_tokens == 2 + 1 + 2
+    assert both.subset([2, 0]).row(0).tolist() == [6, 7, 8, 9]
+    batch = make_batch(both, [0, 2], max_sequence=3)
+    assert batch.token_ids.shape == (2, 64)
+    assert batch.lengths.tolist() == [3, 3]
+    training, heldout = split_heldout(200, 0.1, 0)
+    assert len(heldout) == 20
+    assert sorted(training + heldout) == list(range(200))
+
+
+def test_a_damaged_data_file_is_named(tmp_path):
+    (tmp_path / "sequences-0-of-1.safetensors").write_bytes(b"not much")
+    with pytest.raises(CheckpointError, match=r"sequences-0-of-1\.safetensors: not a whole file"):
+        load_shards(tmp_path, 1)
+
+
+def test_settings_are_sorted_into_their_places_and_unknown_ones_named(tmp_path):
+    options = make_options("m", "dspark", tmp_path, steps=5, max_answer=9, seed=2)
+    assert (options.recipe.steps, options.data.max_answer, options.seed) == (5, 9, 2)
+    with pytest.raises(ConfigError, match="'stepps' is not a setting"):
+        make_options("m", "dspark", tmp_path, stepps=5)
+    with pytest.raises(ConfigError, match="algorithm: 'medusa' is not one of dspark, dflash"):
+        make_options("m", "medusa", tmp_path)
