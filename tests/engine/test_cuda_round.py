@@ -25,11 +25,11 @@ from exactspec.backend.cuda.graphs import GraphCache
 from exactspec.draft.block import BlockDrafter
 from exactspec.draft.ngram import NgramDrafter
 from exactspec.draft.none import NoDrafter
+from exactspec.draft.random_weights import random_draft
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.cuda_round import CudaRoundRunner
 from exactspec.engine.engine import Engine
 from exactspec.engine.verify_policy import VerifyAll
-from exactspec.model.random_weights import random_draft
 from exactspec.model.target import TargetModel
 from exactspec.types import Request, SamplingParams
 
@@ -45,16 +45,25 @@ class InterpretedBackend(CudaBackend):
 
 
 class NoGraphs:
-    """Runs the function at every replay."""
+    """Runs the function at every replay. As with graphs that share a memory pool, a replay destroys what earlier
+    replays of its kind left behind: reading stale results shows as NaN."""
 
     is_capturing = True
 
     def __init__(self) -> None:
-        self.keys: set[Hashable] = set()
+        self.kinds: set[str] = set()
+        self._left: dict[str, list[torch.Tensor]] = {}
 
-    def get(self, key: Hashable, function: Callable[[], Any]) -> Any:
-        self.keys.add(key)
-        return type("Call", (), {"replay": staticmethod(function)})()
+    def get(self, kind: str, key: Hashable, function: Callable[[], Any]) -> Any:
+        self.kinds.add(kind)
+        return type("Call", (), {"replay": staticmethod(lambda: self._replay(kind, function))})()
+
+    def _replay(self, kind: str, function: Callable[[], Any]) -> Any:
+        for tensor in self._left.get(kind, ()):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        outputs = function()
+        self._left[kind] = [t for t in outputs or () if isinstance(t, torch.Tensor)]
+        return outputs
 
 
 def make_engine(draft: str, captured: bool) -> Engine:
@@ -129,8 +138,8 @@ def test_plain_steps_take_the_captured_way_and_others_do_not() -> None:
     engine = make_engine("dspark", captured=True)
     answers(engine, some_requests()[:1])
     if not ON_DEVICE:
-        assert {key[0] for key in engine.runner.graphs.keys} == {"draft", "verify", "forward"}
+        assert engine.runner.graphs.kinds == {"draft", "verify", "forward"}
     engine = make_engine("dspark", captured=True)
     answers(engine, some_requests()[2:])
     if not ON_DEVICE:
-        assert {key[0] for key in engine.runner.graphs.keys} == {"forward"}
+        assert engine.runner.graphs.kinds == {"forward"}

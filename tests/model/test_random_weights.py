@@ -7,8 +7,9 @@ import torch
 from fakes import make_batch
 
 from exactspec.backend.torch_ref.backend import TorchBackend
+from exactspec.draft.random_weights import random_draft
 from exactspec.errors import ConfigError
-from exactspec.model.random_weights import SHAPES, random_draft, random_target, shape_config
+from exactspec.model.random_weights import SHAPES, random_target, shape_config
 from exactspec.model.target import TargetModel
 
 PARAMETERS = {"qwen3-8b": 8.19e9, "qwen3-4b": 4.02e9, "llama-3.1-8b": 8.03e9, "smollm2-135m": 134.5e6}
