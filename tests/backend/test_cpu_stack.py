@@ -100,6 +100,22 @@ def test_a_row_has_the_same_bits_at_every_q_len(backend: CpuBackend, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("windows", [(None,), (300,)])
+def test_long_contexts(backend: CpuBackend, windows: tuple[int | None], dtype: torch.dtype) -> None:
+    """700 keys are three splits; few rows are dealt out by split, many by whole tile: the bits are the same."""
+    spec = make_spec(num_layers=1, windows=windows)
+    layers, rope = make_layers(spec, dtype), make_rope(spec, 1024)
+    stack, x = backend.make_stack(spec, layers, [rope]), rows(spec, 700)
+    whole = run(backend, stack, x, [], dtype, Pages(capacity=704))
+    truth = reference_forward(spec, layers, [rope], x, kv_dtype=dtype)[-1]
+    assert (whole - truth).abs().max() < TOLERANCE[dtype] * truth.std()
+    cuts = [255, 256, 257, 300, 511, 512, 520, 690, 698, 699]
+    for threads in (3, 1, 2):
+        backend.set_num_threads(threads)
+        assert torch.equal(run(backend, stack, x, cuts, dtype, Pages(capacity=704)), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 256])
 def test_pages_do_not_matter(backend: CpuBackend, page_size: int, dtype: torch.dtype) -> None:
     spec, _, _, stack = build(backend, "windows", dtype)

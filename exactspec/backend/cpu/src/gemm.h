@@ -2,6 +2,8 @@
 // last, started at zero, whatever the number of rows, the row tile, the block or the thread. Work is split by output
 // blocks only.
 #pragma once
+#include <algorithm>
+
 #include "api.h"
 #include "simd.h"
 #include "threads.h"
@@ -60,20 +62,27 @@ Kernel kernel_for(int dtype, int rows, int lines);
 // Calls epilogue(block, first_row, rows, acc) for every tile of blocks [range). Tiles are of nearly equal height.
 template <class Epilogue>
 void product(const EsLinear& l, const ActRows& x, int rows, Range range, Ahead next, Epilogue&& epilogue) {
+    constexpr size_t CHUNK = 512 << 10;  // bytes of rows that stay in the second-level cache while blocks go by
     alignas(64) float acc[MAX_TILE * BLOCK];
-    const int tiles = (rows + MAX_TILE - 1) / MAX_TILE;
+    const int chunk = std::max<int>(4, CHUNK / (x.stride * MAX_TILE)) * MAX_TILE, chunks = (rows + chunk - 1) / chunk;
     const int steps = num_steps(l);
     const size_t bytes = block_bytes(l);
-    for (int b = range.begin; b < range.end; b++) {
-        const char* w = block_at(l, b);
-        const char* fetch = b + 1 < range.end ? w + bytes : next.bytes >= bytes ? next.begin : nullptr;
-        for (int t = 0; t < tiles; t++) {
-            const Range r = share(rows, t, tiles);
-            // The next block's lines are spread over the first tile, or over the first two.
-            const int lines = !fetch ? 0 : tiles == 1 ? 2 : t < 2 ? 1 : 0;
-            const char* from = fetch ? fetch + (t < 2 ? t * (bytes / 2) : 0) : w;
-            kernel_for(l.dtype, r.end - r.begin, lines)((const char*)x.row(r.begin), x.stride, w, steps, from, acc);
-            epilogue(b, r.begin, r.end - r.begin, acc);
+    for (int c = 0; c < chunks; c++) {
+        const Range part = share(rows, c, chunks);
+        const int tiles = (part.end - part.begin + MAX_TILE - 1) / MAX_TILE;
+        const char* after = c + 1 < chunks ? block_at(l, range.begin) : next.bytes >= bytes ? next.begin : nullptr;
+        for (int b = range.begin; b < range.end; b++) {
+            const char* w = block_at(l, b);
+            const char* fetch = b + 1 < range.end ? w + bytes : after;
+            for (int t = 0; t < tiles; t++) {
+                const Range r = share(part.end - part.begin, t, tiles);
+                const int first = part.begin + r.begin, count = r.end - r.begin;
+                // The next block's lines are spread over the first tile, or over the first two.
+                const int lines = !fetch ? 0 : tiles == 1 ? 2 : t < 2 ? 1 : 0;
+                const char* from = fetch ? fetch + (t < 2 ? t * (bytes / 2) : 0) : w;
+                kernel_for(l.dtype, count, lines)((const char*)x.row(first), x.stride, w, steps, from, acc);
+                epilogue(b, first, count, acc);
+            }
         }
     }
 }

@@ -29,34 +29,14 @@ struct Forward {
     ActRows normed = {}, attended = {}, hidden = {};
     char* attention_memory = nullptr;
     size_t attention_bytes = 0;
-    std::vector<AttentionTile> tiles = {};
-    std::vector<int64_t> key_offset = {};
+    AttentionPlan plan = {};
+    char* states = nullptr;
     int32_t* key_slots = nullptr;
-    std::atomic<int>* next_tile = nullptr;  // per layer: tiles are handed out one by one
+    std::atomic<int>*next_unit = nullptr, *finished = nullptr;  // per layer: units handed out; splits done of each tile
 
     const EsLayer& layer(int i) const { return st.layers[i]; }
-    int group() const { return st.num_heads / st.num_kv_heads; }
+    size_t pairs() const { return plan.tiles.size() * st.num_kv_heads; }
 };
-
-// Cuts each request's rows into tiles; enough of them for every thread, and the costly ones (last rows) first.
-void plan_tiles(Forward& f) {
-    const int most = attention_tile_tokens(f.st), threads = team_size();
-    const int units = f.batch.num_requests * f.st.num_kv_heads;
-    int64_t keys = 0;
-    for (int r = 0; r < f.batch.num_requests; r++) {
-        f.key_offset.push_back(keys);
-        keys += f.batch.kv_len[r];
-        const int begin = f.batch.q_start[r], rows = f.batch.q_start[r + 1] - begin;
-        int parts = (rows + most - 1) / most;
-        if (threads > 1 && units < 2 * threads && rows * f.group() >= 2 * 6)
-            parts = std::max(parts, std::min((2 * threads + units - 1) / units, rows * f.group() / 6));
-        for (int p = parts - 1; p >= 0; p--) {
-            const Range t = share(rows, p, parts);
-            f.tiles.push_back({r, begin + t.begin, t.end - t.begin});
-        }
-    }
-    f.key_offset.push_back(keys);
-}
 
 size_t carve(Forward& f, char* base) {
     const size_t rows = f.batch.num_rows;
@@ -73,11 +53,11 @@ size_t carve(Forward& f, char* base) {
     act(f.normed, f.st.hidden);
     act(f.attended, f.q_width);
     act(f.hidden, f.st.intermediate);
-    f.key_slots = c.take<int32_t>(f.key_offset.empty() ? 0 : f.key_offset.back());
-    f.next_tile = c.take<std::atomic<int>>(f.st.num_layers);
-    int most = 1;
-    for (const AttentionTile& t : f.tiles) most = std::max(most, t.rows);
-    f.attention_bytes = attention_scratch(f.st, most);
+    f.key_slots = c.take<int32_t>(f.plan.key_offset.back());
+    f.next_unit = c.take<std::atomic<int>>(f.st.num_layers);
+    f.finished = c.take<std::atomic<int>>(f.st.num_layers * f.pairs());
+    f.states = c.take<char>(f.plan.num_states * attention_state_bytes(f.st, f.plan));
+    f.attention_bytes = attention_scratch(f.st, f.plan);
     f.attention_memory = c.take<char>(f.attention_bytes * team_size());
     return c.used();
 }
@@ -96,7 +76,7 @@ void fill_key_slots(const Forward& f, const Member& m) {
     const Range requests = m.share(b.num_requests);
     for (int r = requests.begin; r < requests.end; r++) {
         const int32_t* pages = b.page_table + (size_t)r * b.pages_per_request;
-        int32_t* to = f.key_slots + f.key_offset[r];
+        int32_t* to = f.key_slots + f.plan.key_offset[r];
         for (int i = 0, page = 0, offset = 0; i < b.kv_len[r]; i++) {
             to[i] = pages[page] * b.page_size + offset;
             if (++offset == b.page_size) offset = 0, page++;
@@ -165,12 +145,13 @@ void place_heads(const Forward& f, const Member& m, int layer) {
     }
 }
 
-void attend_tiles(const Forward& f, const Member& m, int layer) {
-    const AttentionArgs args{&f.st, &f.batch, &f.pool, f.key_slots, f.key_offset.data(), f.q, f.attended};
+void attend_units(const Forward& f, const Member& m, int layer) {
+    const AttentionArgs args{&f.st,       &f.batch, &f.pool,  &f.plan, f.key_slots, f.q,
+                             f.attended, f.states, f.finished + layer * f.pairs()};
     char* memory = f.attention_memory + m.tid * f.attention_bytes;
-    const int kv_heads = f.st.num_kv_heads, count = (int)f.tiles.size() * kv_heads;
-    for (int i; (i = f.next_tile[layer].fetch_add(1, std::memory_order_relaxed)) < count;)
-        attend(args, layer, f.tiles[i / kv_heads], i % kv_heads, memory);
+    const int count = (int)f.plan.units.size();
+    for (int i; (i = f.next_unit[layer].fetch_add(1, std::memory_order_relaxed)) < count;)
+        attend(args, layer, f.plan.units[i], memory);
 }
 
 // A projection back to the residual stream; with a post-norm it waits in `branch` until the row is complete.
@@ -189,7 +170,7 @@ void run_layer(const Forward& f, const Member& m, int i) {
     m.barrier(ahead_of(l.o, m));
     place_heads(f, m, i);
     m.barrier(ahead_of(l.o, m));
-    attend_tiles(f, m, i);
+    attend_units(f, m, i);
     m.barrier(ahead_of(l.o, m));
     project(f, m, l.o, f.attended, l.post_attention_norm != nullptr, ahead_of(l.gate_up, m));
     m.barrier(ahead_of(l.gate_up, m));
@@ -245,9 +226,10 @@ extern "C" int32_t es_stack_forward(const EsStack* stack, const EsBatch* batch, 
     if (!check_requests(*batch, *pool)) return -1;
     if (batch->num_rows == 0) return 0;
     Forward f{*stack, *batch, *pool, x, capture, num_capture, captured};
-    plan_tiles(f);
+    f.plan = plan_attention(*stack, *batch, team_size());
     if (!allocate(f)) return -1;
-    for (int i = 0; i < stack->num_layers; i++) f.next_tile[i] = 0;
+    for (int i = 0; i < stack->num_layers; i++) f.next_unit[i] = 0;
+    for (size_t i = 0; i < stack->num_layers * f.pairs(); i++) f.finished[i] = 0;
     parallel([&](const Member& m) {
         fill_key_slots(f, m);
         for (int i = 0; i < stack->num_layers; i++) run_layer(f, m, i);
