@@ -2,8 +2,9 @@
 
 A *stack* is a list of pre-norm decoder layers over paged K/V. The target and the block drafters run on the
 same stacks, so that a device implements them once. Activations are float32 between operations; weights and K/V
-are in the model's dtype and rows are rounded to it where they meet a weight or enter the pool. Contract C2: the bits of a row depend
-on that row (and the keys it sees) alone, never on the other rows of the call, nor on how keys got into the pool.
+are in the model's dtype and rows are rounded to it where they meet a weight or enter the pool. Contract C2: the
+bits of a row depend on that row (and the keys it sees) alone, never on the other rows of the call, nor on how keys
+got into the pool.
 """
 
 from __future__ import annotations

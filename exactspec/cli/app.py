@@ -6,9 +6,10 @@ import sys
 
 import typer
 
-from exactspec.cli import bench, check, demo, generate, info, score, serve, train
+from exactspec.cli import bench, check, demo, drafts, generate, info, score, serve, train
 from exactspec.errors import ExactSpecError
 
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}  # the command reads the rest of the line itself
 app = typer.Typer(
     name="exactspec",
     help="LLM inference whose speculation is exact: the same tokens and logprobs, bit for bit, only sooner.",
@@ -18,16 +19,17 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("score")(score.score)
-app.command("bench")(bench.bench)
+bench_app = typer.Typer(invoke_without_command=True)
+bench_app.callback()(bench.bench)
+bench_app.command("serve", context_settings=PASS_ON, add_help_option=False)(bench.bench_serve)
+app.add_typer(bench_app, name="bench")
 app.command("check")(check.check)
 app.command("info")(info.info)
 app.command("demo")(demo.demo)
-app.command(
-    "serve",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)(serve.serve)
+app.command("serve", context_settings=PASS_ON, add_help_option=False)(serve.serve)
 app.command("train")(train.train)
+app.command("calibrate")(drafts.calibrate)
+app.command("eval-draft")(drafts.eval_draft)
 
 
 def main() -> None:

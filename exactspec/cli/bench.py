@@ -16,7 +16,16 @@ from exactspec.cli import options as opt
 CONTENDERS = "plain,ngram,dflash,dspark,transformers,llama.cpp,llama.cpp-ngram"
 
 
+def bench_serve(context: typer.Context) -> None:
+    """Load on running servers: closed and open loops, first-token time, time between tokens, throughput; also
+    llama.cpp's server (`exactspec bench serve --help`)."""
+    from exactspec.bench.serving import main
+
+    raise typer.Exit(main(context.args))
+
+
 def bench(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="Alias, folder, GGUF file or hub id.")] = "smollm2-135m",
     prompts: Annotated[
         list[Path] | None, typer.Option(help="JSON-lines prompt file; may be given several times.")
@@ -40,6 +49,8 @@ def bench(
 ) -> None:
     """Compare decoders on the same prompts, prompt by prompt in turns. Accept length includes the bonus token;
     ratios are to plain decoding, with quartiles over prompts."""
+    if context.invoked_subcommand is not None:
+        return
     from rich.console import Console
 
     from exactspec.backend.select import select_backend

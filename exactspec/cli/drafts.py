@@ -1,0 +1,65 @@
+"""`exactspec calibrate` and `exactspec eval-draft`: how sure a draft is of itself, and how good it really is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from exactspec.cli import options as opt
+from exactspec.errors import ConfigError
+
+
+def calibrate(
+    target: Annotated[str, typer.Option(help="Model the draft was trained for.")],
+    draft: Annotated[Path, typer.Option(help="Draft checkpoint folder; calibration.json is written there.")],
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines, unseen in training [default: written now].")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Rollouts; a quarter of them measures the fit.")] = 120,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and rollouts.")] = 0,
+    device: opt.Device = "auto",
+) -> None:
+    """Fit one temperature per draft position to the confidence head, left to right, on fresh rollouts."""
+    from exactspec.train.calibrate import calibrate as run
+
+    content = run(target, draft, prompts=prompts, num_prompts=num_prompts, device=device, seed=seed)
+    typer.echo(json.dumps(content, indent=1))
+
+
+def eval_draft(
+    target: Annotated[str, typer.Option(help="Model to draft for.")],
+    draft: Annotated[str, typer.Option(help="ngram, dflash, dspark or a checkpoint folder.")],
+    prompts: Annotated[list[Path], typer.Option(help="JSON-lines prompt file; may be given several times.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for eval.json and the plots.")] = None,
+    temperatures: Annotated[str, typer.Option(help="With commas between.")] = "0,1",
+    acceptances: Annotated[str, typer.Option(help="coupled, rejection or both, with a comma between.")] = "coupled",
+    num_prompts: Annotated[int, typer.Option(help="Prompts of each file, chosen by the seed.")] = 40,
+    max_prompt: Annotated[int, typer.Option(help="Longer prompts (tokens) are left out.")] = 700,
+    max_new_tokens: Annotated[int, typer.Option(help="Output tokens.")] = 256,
+    seed: Annotated[int, typer.Option(help="Chooses prompts and draws.")] = 0,
+    max_running_requests: Annotated[int, typer.Option(help="Rollouts at once.")] = 8,
+    device: opt.Device = "auto",
+) -> None:
+    """Measure a draft in real speculative rollouts: accept length (incl. bonus), acceptance by position, calibration,
+    cost by part."""
+    from exactspec.bench.eval_draft import EvalOptions, format_report
+    from exactspec.bench.eval_draft import eval_draft as run
+
+    rules: Any = tuple(acceptances.split(","))
+    if not set(rules) <= {"coupled", "rejection"}:
+        raise ConfigError(f"acceptances: must be coupled or rejection, got {acceptances!r}")
+    asked = EvalOptions(
+        target=target,
+        draft=draft,
+        prompts=tuple(prompts),
+        temperatures=tuple(float(part) for part in temperatures.split(",")),
+        acceptances=rules,
+        num_prompts=num_prompts,
+        max_prompt=max_prompt,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        device=device,
+        engine={"max_running_requests": max_running_requests},
+    )
+    typer.echo(format_report(run(asked, out)))
