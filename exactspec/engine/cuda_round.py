@@ -202,10 +202,10 @@ class CudaRoundRunner(RoundRunner):
         part.accepted = self.policy.accept(cast(SampleResult, _Drawn(torch.tensor(drawn))), judged, None)
 
     def _draft_graph(self, bucket: int, sampled: bool) -> Replay:
-        return self.graphs.get(("draft", bucket, sampled), lambda: self._draft(bucket, sampled))
+        return self.graphs.get("draft", (bucket, sampled), lambda: self._draft(bucket, sampled))
 
     def _verify_graph(self, bucket: int, sampled: bool) -> Replay:
-        return self.graphs.get(("verify", bucket, sampled), lambda: self._verify(bucket, sampled))
+        return self.graphs.get("verify", (bucket, sampled), lambda: self._verify(bucket, sampled))
 
     def _draft(self, bucket: int, sampled: bool) -> None:
         drafter = cast(BlockDrafter, self.drafter)

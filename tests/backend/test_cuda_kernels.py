@@ -1,4 +1,4 @@
-"""The Triton kernels against their torch twins. On a CPU they run in Triton's interpreter, so that each index and mask is
+"""The Triton kernels against their torch twins. On a CPU they run in Triton's interpreter, so each index and mask is
 tested without a device; on a device they are compiled. Bits are compared with ==, values with the twins."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ if not ON_DEVICE:
 from exactspec.backend.base import KVPool
 from exactspec.backend.cuda import attention as attn
 from exactspec.backend.cuda import elementwise, gemm, sampling, twins
+from exactspec.backend.cuda.backend import CudaBackend
 from exactspec.backend.cuda.stack import CudaStack
 from exactspec.backend.cuda.tiles import Tile
 from exactspec.backend.torch_ref import noise
@@ -35,6 +36,7 @@ from exactspec.types import ForwardBatch
 
 DEVICE = "cuda" if ON_DEVICE else "cpu"
 HALF = torch.bfloat16 if ON_DEVICE else torch.float16  # the interpreter multiplies float16, not bfloat16
+SLOW = () if ON_DEVICE else (pytest.mark.long,)  # seconds each in the interpreter
 TILES = [Tile(16, 32, 64, 4, 3), Tile(64, 32, 32, 4, 3), Tile(64, 64, 64, 4, 3, wide=True)]
 
 
@@ -108,7 +110,7 @@ def attend(
 
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 32), (4, 1, 24)])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(6, 2, 32), pytest.param(4, 1, 24, marks=SLOW)])
 def test_attention_ragged_batch_equals_its_twin_and_its_parts(
     window: int | None, causal: bool, heads: int, kv_heads: int, d: int
 ) -> None:
@@ -174,7 +176,7 @@ def test_draw_equals_its_twin_with_ties_greedy_rows_and_invalid_columns() -> Non
     assert torch.equal(greedy[2], lse)
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("everything", [pytest.param(False, marks=SLOW), True])
 def test_stack_equals_the_torch_stack_and_captures(everything: bool) -> None:
     spec = tiny_spec(activation="gelu_tanh" if everything else "silu")
     layers = random_layers(spec, DEVICE, HALF, everything=everything)
@@ -199,3 +201,19 @@ def test_stack_equals_the_torch_stack_and_captures(everything: bool) -> None:
     TorchBackend(DEVICE).make_stack(spec, layers, ropes).write_context(x, batch.positions, batch.slots, pools[1])
     assert relative_error(pools[0].k, pools[1].k) < 1e-2
     assert relative_error(pools[0].v, pools[1].v) < 1e-2
+
+
+def test_row_reductions_break_ties_by_id_and_each_row_stands_for_itself() -> None:
+    backend = CudaBackend.__new__(CudaBackend)  # the reductions need no state
+    logits = randn(5, 1000).mul(2).round() / 2  # many ties
+    logits[3, 10:] = -torch.inf
+    logits[4] = torch.where(logits[4] == 0, -0.0, logits[4])
+    values, ids = backend.topk_rows(logits, 12)
+    for row, got in zip(logits.tolist(), ids.tolist(), strict=True):
+        assert got == sorted(range(1000), key=lambda i: (-row[i], i))[:12]
+    assert torch.equal(values, logits.gather(1, ids))
+    assert backend.argmax_rows(logits).tolist() == ids[:, 0].tolist()
+    greatest, lse = backend.logsumexp_rows(logits)
+    assert torch.equal(greatest, logits.amax(-1))
+    assert relative_error(lse, torch.logsumexp(logits.double(), -1)) < 1e-6
+    assert torch.equal(backend.logsumexp_rows(logits[2:3])[1], lse[2:3])

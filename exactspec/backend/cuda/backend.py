@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
@@ -13,6 +16,8 @@ from exactspec.backend.cuda.elementwise import rms_norm
 from exactspec.backend.cuda.linear import CudaLinear
 from exactspec.backend.cuda.stack import CudaStack
 from exactspec.errors import ConfigError, DeviceError
+
+TOPK_BLOCK = 64  # entries whose maximum stands for them in a first look
 
 
 class CudaBackend:
@@ -53,6 +58,8 @@ class CudaBackend:
         return CudaLinear(weight.to(self.device), bias, self.exact, pdl=self.pdl, num_sms=self.num_sms)
 
     def make_stack(self, spec: StackSpec, layers: list[LayerWeights], ropes: list[RopeTable]) -> CudaStack:
+        layers = [_moved(layer, self.device) for layer in layers]
+        ropes = [RopeTable(rope.cos.to(self.device), rope.sin.to(self.device)) for rope in ropes]
         return CudaStack(spec, layers, ropes, self.exact, self.pdl, self.num_sms)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -85,13 +92,18 @@ class CudaBackend:
     def topk_rows(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """[N, V] float32 -> (values [N, k] falling, ids [N, k] int64), ties by rising id.
 
-        torch.topk leaves ties open, so it selects unique int64 keys: the float's bits in rising order, then the id.
+        torch.topk leaves ties open, so it selects unique int64 keys. The k greatest entries lie in the k blocks with
+        the greatest maxima (ties to the earlier block), so the second selection sees only those.
         """
-        bits = (logits + 0.0).view(torch.int32)  # + 0.0: no -0.0
-        rising = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(torch.int64)
-        keys = (rising << 32) + (2**31 - torch.arange(logits.shape[1], device=logits.device))
-        ids = 2**31 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
-        return logits.gather(1, ids), ids
+        rows, width = logits.shape
+        blocks = -(-width // TOPK_BLOCK)
+        padded = F.pad(logits, (0, blocks * TOPK_BLOCK - width), value=float("-inf"))
+        padded = padded.view(rows, blocks, TOPK_BLOCK)
+        best = _greatest(padded.amax(dim=-1), torch.arange(blocks, device=logits.device), min(k, blocks))
+        members = padded.gather(1, best[:, :, None].expand(-1, -1, TOPK_BLOCK)).flatten(1)
+        ids = (best[:, :, None] * TOPK_BLOCK + torch.arange(TOPK_BLOCK, device=logits.device)).flatten(1)
+        chosen = _greatest(members, ids, k)
+        return logits.gather(1, chosen), chosen
 
     def self_check(self, *stacks_and_linears: CudaStack | CudaLinear) -> None:
         """Proves on this device that all GEMM tiles of the given weights' shapes agree; raises DeviceError if not."""
@@ -103,6 +115,26 @@ class CudaBackend:
                 if key not in seen:
                     seen.add(key)
                     linear.check_tiles()
+
+
+def _greatest(values: Tensor, ids: Tensor, k: int) -> Tensor:
+    """Ids of the k greatest of values [N, W] float32, falling, ties by rising id (ids [W] or [N, W], below 2 ** 31).
+
+    The bits of a float, read as an integer, are ordered like the float, the negative ones in reverse; + 0.0 drops -0.0.
+    """
+    bits = (values + 0.0).view(torch.int32)
+    rising = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(torch.int64)
+    keys = (rising << 32) + (2**31 - ids)
+    return 2**31 - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+
+
+def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
+    """The layer on the device; nothing is copied that is there already."""
+    moved: dict[str, Any] = {}
+    for f in fields(layer):
+        tensor = getattr(layer, f.name)
+        moved[f.name] = None if tensor is None else tensor.to(device)
+    return LayerWeights(**moved)
 
 
 def _linears(stack: CudaStack) -> list[CudaLinear]:

@@ -1,4 +1,8 @@
-"""CUDA graphs: capture once for a key, replay for ever. All graphs of a cache share one memory pool."""
+"""CUDA graphs: capture once for a key, replay for ever.
+
+Graphs of one kind share a memory pool: what one leaves behind is overwritten by the next replay of its kind, and by no
+other. So a step may replay one graph of each kind and read all their results afterwards.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from exactspec.types import ForwardBatch
 
 @dataclass(slots=True)
 class CapturedGraph:
-    """A graph and the tensors it leaves its results in: valid until the next replay of any graph of the cache."""
+    """A graph and the tensors it leaves its results in: valid until the next replay of a graph of its kind."""
 
     graph: torch.cuda.CUDAGraph
     outputs: Any
@@ -27,25 +31,25 @@ class CapturedGraph:
 
 
 class GraphCache:
-    """Captured functions by key. A function reads and writes buffers that stay where they are."""
+    """Captured functions by kind and key. A function reads and writes buffers that stay where they are."""
 
     def __init__(self) -> None:
         self.is_capturing = False  # False too in the run before a capture
-        self._pool: Any = None
-        self._graphs: dict[Hashable, CapturedGraph] = {}
+        self._pools: dict[str, Any] = {}
+        self._graphs: dict[tuple[str, Hashable], CapturedGraph] = {}
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def get(self, key: Hashable, function: Callable[[], Any]) -> CapturedGraph:
+    def get(self, kind: str, key: Hashable, function: Callable[[], Any]) -> CapturedGraph:
         """The graph of `key`; at first use `function` is run once (kernels get compiled) and then captured."""
-        found = self._graphs.get(key)
+        found = self._graphs.get((kind, key))
         if found is None:
-            found = self._capture(function)
-            self._graphs[key] = found
+            found = self._capture(kind, function)
+            self._graphs[kind, key] = found
         return found
 
-    def _capture(self, function: Callable[[], Any]) -> CapturedGraph:
+    def _capture(self, kind: str, function: Callable[[], Any]) -> CapturedGraph:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -53,11 +57,11 @@ class GraphCache:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        if kind not in self._pools:
+            self._pools[kind] = torch.cuda.graph_pool_handle()
         self.is_capturing = True
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pools[kind]):
                 outputs = function()
         finally:
             self.is_capturing = False
@@ -73,7 +77,7 @@ class Graphs(Protocol):
 
     is_capturing: bool
 
-    def get(self, key: Hashable, function: Callable[[], Any]) -> Replay: ...
+    def get(self, kind: str, key: Hashable, function: Callable[[], Any]) -> Replay: ...
 
 
 class ForwardModel(Protocol):
@@ -122,7 +126,7 @@ class ForwardGraphs:
         if rows is None or rows > self.most_rows or not self._fits(batch):
             return self.model.forward(batch, self.pool, self.capture)
         requests = min(rows, self.most_requests)
-        graph = self.graphs.get(("forward", rows), lambda: self._run(rows, requests))
+        graph = self.graphs.get("forward", rows, lambda: self._run(rows, requests))
         self._fill(batch, rows, requests)
         hidden, captured = graph.replay()
         count = batch.num_rows
@@ -137,9 +141,9 @@ class ForwardGraphs:
         )
 
     def _run(self, rows: int, requests: int) -> tuple[Tensor, Tensor | None]:
-        if not self.graphs.is_capturing:  # the run before the capture must write no K/V
+        if not self.graphs.is_capturing:  # the run before the capture has no requests and writes no K/V
             self._slots.fill_(-1)
-            self._q_start.fill_(rows)
+            self._q_start.zero_()
             self._kv_len.zero_()
         padded = ForwardBatch(
             token_ids=self._token_ids[:rows], positions=self._positions[:rows], slots=self._slots[:rows],

@@ -11,7 +11,7 @@ from exactspec.backend.cuda.launch import AFTER_WAIT, LATE, OFF
 from exactspec.backend.cuda.tiles import Tile, choose_tile, tiles_of_shape
 from exactspec.errors import DeviceError
 
-PREFETCH_TOTAL = 12 << 20  # bytes of weights a waiting GEMM may bring into the 50 MB L2 cache ahead of its turn
+PREFETCH_TOTAL = 2 << 20  # bytes of weights a waiting GEMM brings into the L2 cache: small models' matrices whole
 LATE_BYTES = 16 << 20  # weights from this size on fill the device: their GEMM lets the next kernel start late
 SMALL_ROWS = 32  # early starts pay where kernels are short
 

@@ -31,7 +31,7 @@ _PREFILL = Tile(128, 256, 64, 8, 4, wide=True)
 _TABLE: dict[str, tuple[tuple[int, Tile], ...]] = {
     # matrices of small models: too few tiles to fill the device, so narrow ones
     "small": (
-        (16, Tile(16, 16, 256, 2, 4)),
+        (16, Tile(16, 16, 128, 2, 5)),
         (32, Tile(32, 16, 128, 4, 5)),
         (64, Tile(64, 16, 128, 4, 5)),
         (512, Tile(64, 64, 64, 4, 6)),
@@ -47,7 +47,7 @@ _TABLE: dict[str, tuple[tuple[int, Tile], ...]] = {
         (ANY, Tile(128, 64, 64, 4, 4, wide=True, per_sm=2)),
     ),
     "wide": (
-        (16, Tile(16, 64, 128, 4, 5)),
+        (16, Tile(16, 64, 128, 4, 4)),
         (32, Tile(32, 64, 128, 4, 4)),
         (64, Tile(64, 128, 64, 4, 4, wide=True, per_sm=2)),
         (128, _PREFILL),
@@ -63,7 +63,7 @@ _TABLE: dict[str, tuple[tuple[int, Tile], ...]] = {
         (ANY, _PREFILL),
     ),
     "plain": (
-        (16, Tile(16, 32, 256, 4, 4)),
+        (16, Tile(16, 16, 256, 2, 4)),
         (32, Tile(32, 32, 128, 4, 5)),
         (64, Tile(64, 32, 128, 4, 5, wide=True)),
         (128, Tile(64, 64, 64, 4, 6, wide=True, per_sm=2)),
