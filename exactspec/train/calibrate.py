@@ -98,12 +98,22 @@ def measure_confidence(rounds: Rounds, temperatures: Sequence[float] | None = No
         expected_calibration_error(chance[tested[:, k], k], rounds.accepted[tested[:, k], k]) for k in range(gamma)
     ]
     return {
-        "ece_survival": [round(x, 5) for x in prefix],
-        "ece_conditional": [round(x, 5) for x in single],
-        "mean_ece_survival": round(float(np.nanmean(prefix)), 5),
-        "mean_ece_conditional": round(float(np.nanmean(single)), 5),
-        "auc_conditional": round(area_under_curve(chance[tested], rounds.accepted[tested]), 4),
+        "ece_survival": [_number(x) for x in prefix],
+        "ece_conditional": [_number(x) for x in single],
+        "mean_ece_survival": _number(_mean(prefix)),
+        "mean_ece_conditional": _number(_mean(single)),
+        "auc_conditional": _number(area_under_curve(chance[tested], rounds.accepted[tested])),
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    present = [value for value in values if not np.isnan(value)]
+    return float(np.mean(present)) if present else float("nan")
+
+
+def _number(value: float) -> float | None:
+    """JSON has no nan: what was not seen is null."""
+    return None if np.isnan(value) else round(float(value), 5)
 
 
 def calibrate(
