@@ -24,6 +24,7 @@ from exactspec.server.state import Server, json_response
 log = logging.getLogger("exactspec.server")
 
 OPEN_PATHS = ("/health", "/health_generate", "/ready", "/ping", "/metrics", "/", "/page.js", "/page.css")
+MODEL_ID = {"parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]}
 Handler = Callable[[Request], Awaitable[Response]]
 
 ROUTES: list[tuple[str, list[str], Handler, type[protocol.Body] | None]] = [
@@ -65,9 +66,10 @@ def make_app(server: Server) -> ASGIApp:
     for path, methods, handler, body in ROUTES:
         for method in methods:
             _add(app, path, method, handler, body if method != "GET" else None)
-    _add(app, "/v1/models/{model_id:path}", "GET", control.model, None)
+    _add(app, "/v1/models/{model_id:path}", "GET", control.model, None, MODEL_ID)
     for path in ("/", "/page.js", "/page.css"):
         app.add_api_route(path, page.page, methods=["GET", "HEAD"], include_in_schema=False)
+    app.openapi()["components"] = {"schemas": protocol.schema_parts()}  # built once and kept
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     if server.options.allow_origin:
@@ -77,7 +79,14 @@ def make_app(server: Server) -> ASGIApp:
     return Gate(app, server)
 
 
-def _add(app: FastAPI, path: str, method: str, handler: Handler, body: type[protocol.Body] | None) -> None:
+def _add(
+    app: FastAPI,
+    path: str,
+    method: str,
+    handler: Handler,
+    body: type[protocol.Body] | None,
+    extra: dict[str, Any] | None = None,
+) -> None:
     async def route(request: Request) -> Response:
         return await handler(request)
 
@@ -85,7 +94,7 @@ def _add(app: FastAPI, path: str, method: str, handler: Handler, body: type[prot
     name = f"{method.lower()}{path.replace('/', '_').replace('{', '').replace('}', '').replace(':', '_')}"
     app.add_api_route(
         path, route, methods=[method], operation_id=name, response_model=None, response_class=Response,
-        openapi_extra=protocol.schema_of(body) if body is not None else None,
+        openapi_extra=protocol.schema_of(body) if body is not None else extra,
     )  # fmt: skip
 
 

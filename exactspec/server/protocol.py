@@ -174,7 +174,16 @@ def parse_body(kind: type[B], data: bytes) -> B:
         raise SchemaError(400, "; ".join(problems)) from None
 
 
+REF = "#/components/schemas/{model}"
+
+
 def schema_of(kind: type[Body]) -> dict[str, Any]:
-    """The OpenAPI requestBody of a route."""
-    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}/$defs/{{model}}")
+    """The OpenAPI requestBody of a route; the parts it refers to are in `schema_parts`."""
+    schema = kind.model_json_schema(ref_template=REF)
+    schema.pop("$defs", None)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def schema_parts() -> dict[str, Any]:
+    """The OpenAPI components of all bodies."""
+    return {kind.__name__: kind.model_json_schema(ref_template=REF) for kind in (StreamOptions, ChatMessage)}
