@@ -18,9 +18,11 @@ from torch import Tensor
 
 from exactspec.backend.base import KVPool
 from exactspec.backend.cuda import sampling
+from exactspec.backend.cuda.backend import CudaBackend
 from exactspec.backend.cuda.decode import RoundInputs, draw_step, round_rows
 from exactspec.backend.cuda.graphs import ForwardGraphs, GraphCache, Graphs, Replay
 from exactspec.backend.cuda.linear import CudaLinear
+from exactspec.backend.cuda.stack import CudaStack
 from exactspec.draft.base import Drafter
 from exactspec.draft.block import BlockDrafter
 from exactspec.engine.batch import Block, build_batch, page_rows
@@ -79,7 +81,10 @@ class _Drawn:
 
 
 class CudaRoundRunner(RoundRunner):
-    """A RoundRunner whose forwards are captured. `most_requests` as the scheduler's; contexts up to the target's."""
+    """A RoundRunner whose forwards are captured. `most_requests` as the scheduler's; contexts up to the target's.
+
+    Building one runs the backend's self-check on the target's weights: DeviceError if two tiles of a shape disagree.
+    """
 
     def __init__(
         self,
@@ -96,6 +101,7 @@ class CudaRoundRunner(RoundRunner):
         pages = -(-(target.config.context_length + drafter.gamma + 1) // page_size)
         pages = min(pages, pool.k.shape[1] // page_size)
         self.most_requests = min(most_requests, REQUEST_BUCKETS[-1])
+        cast(CudaBackend, target.backend).self_check(cast(CudaStack, target.stack), cast(CudaLinear, target.lm_head))
         self.graphs: Graphs = graphs if graphs is not None else GraphCache()
         self.forward = ForwardGraphs(
             target, pool, drafter.capture_layers, page_size, self.most_requests + 8, pages, self.device, self.graphs

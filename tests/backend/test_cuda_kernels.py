@@ -28,10 +28,12 @@ from exactspec.backend.base import KVPool
 from exactspec.backend.cuda import attention as attn
 from exactspec.backend.cuda import elementwise, gemm, sampling, twins
 from exactspec.backend.cuda.backend import CudaBackend
+from exactspec.backend.cuda.linear import CudaLinear
 from exactspec.backend.cuda.stack import CudaStack
 from exactspec.backend.cuda.tiles import Tile
 from exactspec.backend.torch_ref import noise
 from exactspec.backend.torch_ref.backend import TorchBackend
+from exactspec.errors import DeviceError
 from exactspec.types import ForwardBatch
 
 DEVICE = "cuda" if ON_DEVICE else "cpu"
@@ -217,3 +219,21 @@ def test_row_reductions_break_ties_by_id_and_each_row_stands_for_itself() -> Non
     assert torch.equal(greatest, logits.amax(-1))
     assert relative_error(lse, torch.logsumexp(logits.double(), -1)) < 1e-6
     assert torch.equal(backend.logsumexp_rows(logits[2:3])[1], lse[2:3])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_self_check_passes_good_tiles_and_stops_at_a_tile_with_other_bits(
+    gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = randn(96, 64).to(HALF)
+    linear = CudaLinear(weight, activation=gemm.SILU_MUL if gated else gemm.PLAIN, pdl=False, num_sms=3)
+    linear.check_tiles(rows=150)
+    honest = gemm.gemm
+
+    def one_tile_rounds(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, tile: Tile, *rest: object) -> torch.Tensor:
+        result = honest(x, w, out, tile, *rest)
+        return result.mul_(1 + 2**-20) if tile.rows == 64 else result
+
+    monkeypatch.setattr(gemm, "gemm", one_tile_rounds)
+    with pytest.raises(DeviceError, match="rows=64"):
+        linear.check_tiles(rows=150)
