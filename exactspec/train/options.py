@@ -99,6 +99,7 @@ class TrainOptions:
     device: str = "auto"
     seed: int = 0
     mask_token_id: int | None = None  # None: a spare special token
+    init_from: Path | None = None  # draft folder whose weights are the first ones (same shape, same target)
     resume: bool = True
     compile: bool = False  # torch.compile for the draft's layers: half a minute at the start, faster steps on CUDA
     log_every: int = 20

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 import exactspec
-from exactspec.draft.checkpoint import TargetFacts, check_fit, save_block_model
+from exactspec.draft.block_model import BlockModel
+from exactspec.draft.checkpoint import TargetFacts, check_fit, load_block_model, save_block_model
 from exactspec.draft.config import parse_draft_config
 from exactspec.errors import ConfigError, DeviceError
 from exactspec.model.weights import LoadedTarget
@@ -61,6 +62,8 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
         )
     training, heldout = split_heldout(len(sequences), options.data.heldout_share, options.seed)
     model = new_block_model(config, loaded.weights.embed, options.seed)
+    if options.init_from is not None:
+        start_from(model, options.init_from, loaded)
     facts = run_facts(options, config, sequences.digest(), ranks)
     trainer = Trainer(
         options,
@@ -99,14 +102,40 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def start_from(model: BlockModel, folder: Path, loaded: LoadedTarget) -> None:
+    """Takes over the weights of another draft. Raises CheckpointError where it was made for another target, and
+    ConfigError where its shape is another."""
+    other = load_block_model(folder)
+    check_fit(other.config, _target_facts(loaded), str(folder))
+    ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    theirs = {name: tuple(value.shape) for name, value in other.state_dict().items()}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise ConfigError(
+                f"init_from: {folder}: tensor {name} is {theirs.get(name)}, this run needs {ours.get(name)}"
+            )
+    for key in ("target_layer_ids", "mask_token_id", "block_size", "sample_from_anchor"):
+        if getattr(other.config, key) != getattr(model.config, key):
+            raise ConfigError(
+                f"init_from: {folder}: {key} is {getattr(other.config, key)!r}, this run has "
+                f"{getattr(model.config, key)!r}"
+            )
+    model.load_state_dict(other.state_dict())
+
+
+def _target_facts(loaded: LoadedTarget) -> TargetFacts:
+    config = loaded.config
+    return TargetFacts(config.hidden_size, config.num_layers, config.vocab_size, loaded.eos_ids)
+
+
 def _check_config(config: dict[str, Any], loaded: LoadedTarget) -> None:
     if loaded.tokenizer.vocab_size > loaded.config.vocab_size:
         raise ConfigError(
             f"target: the tokenizer knows {loaded.tokenizer.vocab_size} tokens, the embedding has "
             f"{loaded.config.vocab_size} rows: they do not belong together"
         )
-    facts = TargetFacts(loaded.config.hidden_size, loaded.config.num_layers, loaded.config.vocab_size, loaded.eos_ids)
-    check_fit(parse_draft_config(config, "the new draft's config"), facts, "the new draft's config")
+    where = "the new draft's config"
+    check_fit(parse_draft_config(config, where), _target_facts(loaded), where)
 
 
 def run_facts(options: TrainOptions, config: dict[str, Any], data_hash: str, ranks: Ranks) -> dict[str, Any]:
@@ -117,6 +146,7 @@ def run_facts(options: TrainOptions, config: dict[str, Any], data_hash: str, ran
         "seed": options.seed,
         "data_sha256": data_hash,
         "world_size": ranks.world_size,
+        "init_from": str(options.init_from) if options.init_from else None,
     }
 
 

@@ -54,8 +54,7 @@ class Trainer:
         self.model = model.to(self.device)
         self.optimizers = Optimizers(self.model, self.recipe)
         if options.compile:
-            for layer in self.model.layers:
-                layer.compile(dynamic=True)  # sequence lengths vary: one graph for all of them
+            _compile_layers(self.model)
         self.training = training
         self.heldout = heldout
         self.ranks = ranks
@@ -231,6 +230,16 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+def _compile_layers(model: BlockModel) -> None:
+    """Sequence lengths vary: one graph with symbolic sizes for all of them."""
+    import torch._inductor.config as inductor
+
+    if hasattr(inductor.triton, "coalesce_tiling_analysis"):
+        inductor.triton.coalesce_tiling_analysis = False  # torch 2.11: fails on these symbolic shapes
+    for layer in model.layers:
+        layer.compile(dynamic=True)
 
 
 class _Window:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,3 +231,54 @@ def test_a_folder_with_data_of_another_vocabulary_is_refused(target, tmp_path):
     )
     with pytest.raises(ConfigError, match=r"data_folder: .* holds token 262, but the target's vocabulary has 262 rows"):
         train(options, target, report=lambda metrics: None)
+
+
+def test_a_run_may_start_from_another_draft_of_the_same_shape(target, tmp_path):
+    first = toy_options(tmp_path, "dflash", steps=40)
+    train(first, target, report=lambda metrics: None)
+    seen = []
+    more = toy_options(
+        tmp_path, "dflash", steps=2, warmup_steps=2, log_every=1, out=tmp_path / "more", init_from=first.out
+    )
+    train(more, target, report=seen.append)
+    fresh = []
+    new = toy_options(tmp_path, "dflash", steps=2, warmup_steps=2, log_every=1, out=tmp_path / "new")
+    train(new, target, report=fresh.append)
+    assert seen[0]["loss"] < fresh[0]["loss"] - 0.5
+    other = toy_options(tmp_path, "dflash", steps=2, num_layers=2, out=tmp_path / "other", init_from=first.out)
+    with pytest.raises(ConfigError, match=r"init_from: .*tensor layers\.1\."):
+        train(other, target, report=lambda metrics: None)
+
+
+@pytest.mark.long
+def test_two_processes_train_one_draft(tmp_path):
+    """Over gloo: each has its own data shard and batches, gradients are averaged, weights stay equal."""
+    toy_options(tmp_path, "dflash")  # writes the prompts
+    worker_file = Path(__file__).parent / "ddp_worker.py"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here.parent), str(here)])
+    base = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(worker_file), str(tmp_path)], env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    done = [worker.communicate(timeout=200) for worker in workers]
+    assert all(worker.returncode == 0 for worker in workers), [err[-1500:] for _, err in done]
+    lines = [next(line for line in out.splitlines() if line.startswith("weights")) for out, _ in done]
+    assert lines[0] == lines[1]
+    assert lines[0].endswith(" 12")
+    assert len(list((tmp_path / "data").glob("*-of-2.safetensors"))) == 2
+    load_block_model(tmp_path / "dflash")
