@@ -13,7 +13,8 @@ from exactspec.engine.batch import Block
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.metrics import EngineMetrics, EngineStats
 from exactspec.engine.output import append_until_stop, stop_token_ids
-from exactspec.engine.round import RoundResult, RoundRunner
+from exactspec.engine.round import RoundResult
+from exactspec.engine.runner import make_runner
 from exactspec.engine.scoring import Scorer
 from exactspec.engine.verify_policy import VerifyPolicy
 from exactspec.errors import RequestError
@@ -63,7 +64,9 @@ class Engine:
             gamma_rows=1 + drafter.gamma,
         )
         self.sampler = Sampler(target.backend, vocab_size, self.valid_vocab, self.eos_ids)
-        self.runner = RoundRunner(target, drafter, self.sampler, policy, self.pool, config.page_size)
+        self.runner = make_runner(
+            target, drafter, self.sampler, policy, self.pool, config.page_size, config.max_running_requests
+        )
         self.scorer = Scorer(target, self.valid_vocab)
         self.grammars = GrammarCompiler(tokenizer, vocab_size, self.eos_ids)
         self.limits = Limits(
