@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -83,8 +82,7 @@ async def _prompt_ids(body: ChatBody, server: Server) -> list[int]:
     for name in ("tokenize", "return_tensors", "return_dict"):
         arguments.pop(name, None)
     try:
-        return await asyncio.to_thread(
-            server.tokenizer.apply_chat_template,
+        return await server.chat_ids(
             messages,
             arguments.pop("add_generation_prompt", not body.continue_final_message),
             **arguments,

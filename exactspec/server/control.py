@@ -254,7 +254,7 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None:
         try:
             messages = [_message(number, message) for number, message in enumerate(body.messages)]
-            tokens: Any = server.tokenizer.apply_chat_template(messages)
+            tokens: Any = await server.chat_ids(messages, True)
         except RequestError as error:
             raise from_request_error(error, OPENAI_NAMES) from None
         count: Any = len(tokens)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -37,6 +38,7 @@ class Server:
     draining: bool = False
     in_flight: int = 0
     started: float = field(default_factory=time.time)
+    _tokenizing: threading.Lock = field(default_factory=threading.Lock)  # fast tokenizers mind concurrent calls
 
     def set_tokenizer(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -58,9 +60,21 @@ class Server:
         return Generation(self.client, self.tokenizer, prompts, names, self.metrics, limit)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if len(text) < 20_000:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        if len(text) < 2_000 and self._tokenizing.acquire(blocking=False):  # shorter than a hop to the thread
+            try:
+                return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            finally:
+                self._tokenizing.release()
+        return await asyncio.to_thread(self._locked, self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+    async def chat_ids(self, messages: list[dict[str, Any]], generation_prompt: bool, **arguments: Any) -> list[int]:
+        """Raises RequestError when the template refuses, TypeError for arguments it does not know."""
+        work = self.tokenizer.apply_chat_template
+        return await asyncio.to_thread(self._locked, work, messages, generation_prompt, **arguments)
+
+    def _locked(self, work: Callable[..., list[int]], *args: Any, **kwargs: Any) -> list[int]:
+        with self._tokenizing:
+            return work(*args, **kwargs)
 
 
 def server_of(request: Request) -> Server:
