@@ -86,6 +86,15 @@ def test_topk_orders_equal_values_by_id(backend: CpuBackend) -> None:
         assert torch.equal(backend.topk_rows(x, k)[1], expected[:, :k])
 
 
+def test_slices_of_wider_rows_are_taken_as_they_are(backend: CpuBackend) -> None:
+    wide = logits(4, 5000)
+    x = wide[:, :4500]
+    assert torch.equal(backend.argmax_rows(x), x.argmax(1))
+    assert torch.equal(backend.logsumexp_rows(x)[1], backend.logsumexp_rows(x.contiguous())[1])
+    assert torch.equal(backend.topk_rows(x, 9)[1], backend.topk_rows(x.contiguous(), 9)[1])
+    assert torch.equal(backend.argmax_rows(wide.T.contiguous().T), wide.argmax(1))
+
+
 def test_k_beyond_the_row_is_refused(backend: CpuBackend) -> None:
     for k in (0, 5):
         with pytest.raises(RequestError, match="k"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
-from exactspec.backend.cpu.native import Arena, check, default_threads, library, rows_of
+from exactspec.backend.cpu.native import Arena, check, default_threads, library, rows_of, strided_rows
 from exactspec.backend.cpu.stack import CpuStack
 from exactspec.errors import ConfigError, RequestError
 
@@ -61,7 +61,12 @@ class CpuBackend:
 
     def make_pool(self, spec: StackSpec, num_slots: int, dtype: torch.dtype) -> KVPool:
         shape = (spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim)
-        return KVPool(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
+        pool = KVPool(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+        for tensor in (pool.k, pool.v):
+            # On huge pages: a request's keys are scattered, and each 4 KB page would cost a walk of the page tables.
+            library().es_advise(tensor.data_ptr(), tensor.nbytes)
+            tensor.zero_()
+        return pool
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
         return CpuLinear(weight, bias)
@@ -91,25 +96,29 @@ class CpuBackend:
 
     def argmax_rows(self, logits: Tensor) -> Tensor:
         """[N, V] -> [N] int64; ties go to the lowest id, a NaN never wins."""
-        rows = rows_of(logits, logits.shape[-1], "logits")
+        rows = strided_rows(logits, "logits")
         out = torch.empty(rows.shape[0], dtype=torch.int64)
-        library().es_argmax(rows.data_ptr(), rows.shape[0], rows.shape[1], out.data_ptr())
+        library().es_argmax(rows.data_ptr(), rows.stride(0), rows.shape[0], rows.shape[1], out.data_ptr())
         return out
 
     def logsumexp_rows(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[N, V] -> (row maximum [N], logsumexp [N]), float32. A row of -inf gives -inf twice."""
-        rows = rows_of(logits, logits.shape[-1], "logits")
+        rows = strided_rows(logits, "logits")
         top, total = torch.empty(rows.shape[0]), torch.empty(rows.shape[0])
-        library().es_logsumexp(rows.data_ptr(), rows.shape[0], rows.shape[1], top.data_ptr(), total.data_ptr())
+        library().es_logsumexp(
+            rows.data_ptr(), rows.stride(0), rows.shape[0], rows.shape[1], top.data_ptr(), total.data_ptr()
+        )
         return top, total
 
     def topk_rows(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """[N, V] -> (values [N, k] falling, ids [N, k] int64); equal values by rising id. A NaN counts as -inf."""
-        rows = rows_of(logits, logits.shape[-1], "logits")
+        rows = strided_rows(logits, "logits")
         if not 1 <= k <= rows.shape[1]:
             raise RequestError("k", f"{k} is not within 1 .. {rows.shape[1]}")
         values, ids = torch.empty(rows.shape[0], k), torch.empty(rows.shape[0], k, dtype=torch.int64)
-        library().es_topk(rows.data_ptr(), rows.shape[0], rows.shape[1], k, values.data_ptr(), ids.data_ptr())
+        library().es_topk(
+            rows.data_ptr(), rows.stride(0), rows.shape[0], rows.shape[1], k, values.data_ptr(), ids.data_ptr()
+        )
         return values, ids
 
     def read_bandwidth(self, num_bytes: int = 256 << 20) -> float:

@@ -72,6 +72,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "es_threads": (c_int32, ()),
     "es_alloc": (c_void_p, (c_int64,)),
     "es_free": (None, (c_void_p, c_int64)),
+    "es_advise": (None, (c_void_p, c_int64)),
     "es_packed_bytes": (c_int64, (c_int32,) * 4),
     "es_pack": (None, (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, POINTER(EsLinear))),
     "es_linear": (c_int32, (POINTER(EsLinear), c_void_p, c_int32, c_void_p)),
@@ -83,9 +84,9 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "es_rms_norm": (None, (c_void_p, c_void_p, c_float, c_int32, c_int32, c_void_p)),
     "es_gumbel": (None, (c_void_p, c_void_p, c_uint32, c_int32, c_int32, c_void_p)),
     "es_philox": (None, (POINTER(c_uint32), POINTER(c_uint32), POINTER(c_uint32))),
-    "es_argmax": (None, (c_void_p, c_int32, c_int32, c_void_p)),
-    "es_logsumexp": (None, (c_void_p, c_int32, c_int32, c_void_p, c_void_p)),
-    "es_topk": (None, (c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p)),
+    "es_argmax": (None, (c_void_p, c_int64, c_int32, c_int32, c_void_p)),
+    "es_logsumexp": (None, (c_void_p, c_int64, c_int32, c_int32, c_void_p, c_void_p)),
+    "es_topk": (None, (c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p, c_void_p)),
     "es_read_bandwidth": (c_double, (c_int64,)),
 }
 
@@ -137,6 +138,14 @@ def rows_of(x: Tensor, width: int, name: str) -> Tensor:
     if x.ndim != 2 or x.shape[1] != width:
         raise ConfigError(f"{name}: expected [rows, {width}], got {list(x.shape)}")
     return x.to(device="cpu", dtype=torch.float32).contiguous()
+
+
+def strided_rows(x: Tensor, name: str) -> Tensor:
+    """x as float32 [rows, width] on the CPU whose rows are contiguous; a slice of wider rows is not copied."""
+    if x.ndim != 2:
+        raise ConfigError(f"{name}: expected [rows, width], got {list(x.shape)}")
+    x = x.to(device="cpu", dtype=torch.float32)
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def int32(x: Tensor) -> Tensor:

@@ -60,6 +60,8 @@ extern "C" int32_t es_threads(void) { return team_size(); }
 extern "C" void* es_alloc(int64_t bytes) { return alloc_pages((size_t)bytes); }
 extern "C" void es_free(void* memory, int64_t bytes) { free_pages(memory, (size_t)bytes); }
 
+extern "C" void es_advise(void* memory, int64_t bytes) { advise_pages(memory, (size_t)bytes); }
+
 extern "C" int32_t es_linear(const EsLinear* linear, const float* x, int32_t rows, float* y) {
     const EsLinear& l = *linear;
     if (rows == 0) return 0;

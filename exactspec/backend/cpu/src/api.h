@@ -58,6 +58,7 @@ int32_t es_threads(void);
 // Memory on huge pages; null when there is none.
 void* es_alloc(int64_t bytes);
 void es_free(void* memory, int64_t bytes);
+void es_advise(void* memory, int64_t bytes);  // huge pages for fresh memory of others
 
 // Packs weight [out, in] (dtype, row-major) and bias [out] (or null) into `memory` of es_packed_bytes() bytes.
 int64_t es_packed_bytes(int32_t out, int32_t in, int32_t dtype, int32_t glu);
@@ -77,9 +78,11 @@ int32_t es_write_context(const EsStack* stack, const float* context, const int32
 void es_rms_norm(const float* x, const float* weight, float eps, int32_t rows, int32_t width, float* y);
 void es_gumbel(const int64_t* seeds, const int64_t* positions, uint32_t stream, int32_t rows, int32_t vocab, float* y);
 void es_philox(const uint32_t* counter4, const uint32_t* key2, uint32_t* out4);  // one block, for tests
-void es_argmax(const float* x, int32_t rows, int32_t width, int64_t* index);
-void es_logsumexp(const float* x, int32_t rows, int32_t width, float* max, float* logsumexp);
-void es_topk(const float* x, int32_t rows, int32_t width, int32_t k, float* values, int64_t* index);
+// Rows of x are `stride` elements apart.
+void es_argmax(const float* x, int64_t stride, int32_t rows, int32_t width, int64_t* index);
+void es_logsumexp(const float* x, int64_t stride, int32_t rows, int32_t width, float* max, float* logsumexp);
+void es_topk(const float* x, int64_t stride, int32_t rows, int32_t width, int32_t k, float* values,
+             int64_t* index);
 double es_read_bandwidth(int64_t bytes);
 
 #if defined(__cplusplus)

@@ -104,11 +104,11 @@ struct Work {
             k[j] = slot_row(a.pool->k, slots[j]);
             v[j] = slot_row(a.pool->v, slots[j]);
         }
-        keys.pack(k, v, n, dim);
         plan_fetch(slots + KEYS, std::min(KEYS, end - base - KEYS));
+        keys.pack(k, v, n, dim, fetch);
     }
 
-    // Lists the cache lines of the next `count` keys and values and spreads them over this block's multiplications.
+    // Lists the cache lines of the next `count` keys and values and spreads them over this block's work.
     void plan_fetch(const int32_t* slots, int count) {
         int lines_listed = 0;
         for (int j = 0; j < count; j++)
@@ -116,7 +116,7 @@ struct Work {
                 const char* row = (const char*)slot_row(base, slots[j]);
                 for (size_t i = 0; i < dim * sizeof(Elem); i += 64) lines[lines_listed++] = row + i;
             }
-        const int turns = (rows + TILE_ROWS - 1) / TILE_ROWS * (dim * (int)sizeof(Elem) / 4);
+        const int turns = Tile::pack_turns(dim) + (rows + TILE_ROWS - 1) / TILE_ROWS * (dim * (int)sizeof(Elem) / 4);
         fetch = {lines, lines + lines_listed, (lines_listed + turns - 1) / turns};
     }
 

@@ -62,11 +62,16 @@ class PairTile {
         return (vf)total;
     }
 
-    void pack(const Elem* const* k, const Elem* const* v, int n, int dim) {
+    static int pack_turns(int dim) { return KEYS * ((dim / 2 + 15) / 16) + KEYS / 2; }
+
+    void pack(const Elem* const* k, const Elem* const* v, int n, int dim, Fetch& fetch) {
         const int pairs = dim / 2;
         for (int g = 0; g < KEYS; g += 16)
-            for (int c = 0; c < pairs; c += 16) pack_keys(k, g, n, c, pairs);
-        for (int j = 0; j < KEYS; j += 2) pack_values(j < n ? v[j] : nullptr, j + 1 < n ? v[j + 1] : nullptr, j, dim);
+            for (int c = 0; c < pairs; c += 16) pack_keys(k, g, n, c, pairs, fetch);
+        for (int j = 0; j < KEYS; j += 2) {
+            fetch.turn();
+            pack_values(j < n ? v[j] : nullptr, j + 1 < n ? v[j + 1] : nullptr, j, dim);
+        }
     }
 
     template <int ROWS>
@@ -102,12 +107,14 @@ class PairTile {
         return (__m512bh)_mm512_set1_epi32(pair);
     }
 
-    void pack_keys(const Elem* const* k, int g, int n, int c, int pairs) {
+    void pack_keys(const Elem* const* k, int g, int n, int c, int pairs, Fetch& fetch) {
         __m512i r[16];
         const int count = pairs - c < 16 ? pairs - c : 16;
         const __mmask16 mask = (__mmask16)((1u << count) - 1);
-        for (int j = 0; j < 16; j++)
+        for (int j = 0; j < 16; j++) {
             r[j] = g + j < n ? _mm512_maskz_loadu_epi32(mask, k[g + j] + 2 * c) : _mm512_setzero_si512();
+            fetch.turn();
+        }
         transpose16(r);
         for (int j = 0; j < count; j++) _mm512_store_si512(k_ + (size_t)(c + j) * KEYS + g, r[j]);
     }

@@ -27,10 +27,9 @@ void add_units(AttentionPlan& plan, int kv_heads, bool single_splits) {
         tile.first_state = plan.num_states;
         const bool single = single_splits && tile.splits > 1;
         if (single) plan.num_states += kv_heads * tile.splits;
-        for (int h = 0; h < kv_heads; h++) {
-            if (!single) plan.units.push_back({t, h, -1});
-            for (int s = 0; single && s < tile.splits; s++) plan.units.push_back({t, h, s});
-        }
+        // Heads in the inner loop: the heads of a slot lie side by side in memory.
+        for (int s = 0; s < (single ? tile.splits : 1); s++)
+            for (int h = 0; h < kv_heads; h++) plan.units.push_back({t, h, single ? s : -1});
     }
 }
 

@@ -69,10 +69,13 @@ class FloatTile {
         return total;
     }
 
+    static int pack_turns(int dim) { return KEYS * dim / VW; }
+
     // k_ [dim][KEYS], v_ [KEYS][dim]; keys from n on are zero.
-    void pack(const Elem* const* k, const Elem* const* v, int n, int dim) {
+    void pack(const Elem* const* k, const Elem* const* v, int n, int dim, Fetch& fetch) {
         for (int j = 0; j < KEYS; j++)
             for (int i = 0; i < dim; i += VW) {
+                fetch.turn();
                 store(v_ + (size_t)j * dim + i, j < n ? widen(v[j] + i) : vf{});
                 const vf key = j < n ? widen(k[j] + i) : vf{};
                 for (int l = 0; l < VW; l++) k_[(size_t)(i + l) * KEYS + j] = key[l];

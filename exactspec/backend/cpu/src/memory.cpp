@@ -42,6 +42,15 @@ void free_pages(void* p, size_t bytes) {
     if (p) munmap(p, bytes == 0 ? 64 : bytes);
 }
 
+void advise_pages(void* p, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t begin = ((uintptr_t)p + HUGE - 1) / HUGE * HUGE, end = ((uintptr_t)p + bytes) / HUGE * HUGE;
+    if (end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)p, (void)bytes;
+#endif
+}
+
 char* scratch(size_t bytes) {
     static thread_local Block block;
     if (block.size < bytes) {

@@ -8,6 +8,9 @@ namespace es {
 void* alloc_pages(size_t bytes);
 void free_pages(void* p, size_t bytes);
 
+// Asks for huge pages under memory that someone else allocated and has not touched yet.
+void advise_pages(void* p, size_t bytes);
+
 // Working memory of the calling thread, at least `bytes`, kept from call to call; contents undefined. Null: no memory.
 char* scratch(size_t bytes);
 

@@ -88,14 +88,14 @@ void top_of(const float* x, int width, int k, float* values, int64_t* index) {
 int threads_for(int64_t elements) { return elements < 16384 ? 1 : 1 << 20; }
 
 template <class T, class F>
-std::vector<T> by_chunks(const float* x, int rows, int width, int chunks, F&& one) {
+std::vector<T> by_chunks(const float* x, int64_t stride, int rows, int width, int chunks, F&& one) {
     std::vector<T> out((size_t)rows * chunks);
     parallel(
         [&](const Member& m) {
             const Range mine = m.share(rows * chunks);
             for (int i = mine.begin; i < mine.end; i++) {
                 const int first = i % chunks * CHUNK;
-                out[i] = one(x + (size_t)(i / chunks) * width + first, first, std::min(CHUNK, width - first));
+                out[i] = one(x + i / chunks * stride + first, first, std::min(CHUNK, width - first));
             }
         },
         threads_for((int64_t)rows * width));
@@ -107,9 +107,9 @@ std::vector<T> by_chunks(const float* x, int rows, int width, int chunks, F&& on
 
 using namespace es;
 
-extern "C" void es_argmax(const float* x, int32_t rows, int32_t width, int64_t* index) {
+extern "C" void es_argmax(const float* x, int64_t stride, int32_t rows, int32_t width, int64_t* index) {
     const int chunks = (width + CHUNK - 1) / CHUNK;
-    const auto parts = by_chunks<Best>(x, rows, width, chunks, best_of);
+    const auto parts = by_chunks<Best>(x, stride, rows, width, chunks, best_of);
     for (int r = 0; r < rows; r++) {
         Best best = parts[(size_t)r * chunks];
         for (int c = 1; c < chunks; c++) {
@@ -120,9 +120,9 @@ extern "C" void es_argmax(const float* x, int32_t rows, int32_t width, int64_t* 
     }
 }
 
-extern "C" void es_logsumexp(const float* x, int32_t rows, int32_t width, float* max, float* logsumexp) {
+extern "C" void es_logsumexp(const float* x, int64_t stride, int32_t rows, int32_t width, float* max, float* logsumexp) {
     const int chunks = (width + CHUNK - 1) / CHUNK;
-    const auto parts = by_chunks<MaxSum>(x, rows, width, chunks,
+    const auto parts = by_chunks<MaxSum>(x, stride, rows, width, chunks,
                                          [](const float* p, int, int n) { return max_sum_of(p, n); });
     for (int r = 0; r < rows; r++) {
         const MaxSum* p = parts.data() + (size_t)r * chunks;
@@ -135,12 +135,12 @@ extern "C" void es_logsumexp(const float* x, int32_t rows, int32_t width, float*
     }
 }
 
-extern "C" void es_topk(const float* x, int32_t rows, int32_t width, int32_t k, float* values, int64_t* index) {
+extern "C" void es_topk(const float* x, int64_t stride, int32_t rows, int32_t width, int32_t k, float* values, int64_t* index) {
     parallel(
         [&](const Member& m) {
             const Range mine = m.share(rows);
             for (int r = mine.begin; r < mine.end; r++)
-                top_of(x + (size_t)r * width, width, k, values + (size_t)r * k, index + (size_t)r * k);
+                top_of(x + r * stride, width, k, values + (size_t)r * k, index + (size_t)r * k);
         },
         rows == 1 ? 1 : threads_for((int64_t)rows * width));
 }
