@@ -33,7 +33,14 @@ def build_engine(config: EngineConfig) -> Engine:
 def assemble(config: EngineConfig, target: TargetModel, num_pages: int) -> Engine:
     """An engine around a target that is loaded already (several engines may share one)."""
     num_slots = num_pages * config.page_size
-    drafter = make_drafter(config.draft, target, num_slots=num_slots, gamma=config.gamma, backend=target.backend)
+    drafter = make_drafter(
+        config.draft,
+        target,
+        num_slots=num_slots,
+        gamma=config.gamma,
+        backend=target.backend,
+        end_ids=target.eos_ids,
+    )
     if num_slots < drafter.gamma + 2:
         raise ConfigError(f"kv_tokens: {num_slots} cannot hold one block of {drafter.gamma + 1} rows")
     return Engine(config, target, drafter, num_pages, make_policy(config, target, drafter, num_pages))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +13,16 @@ from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
 from exactspec.backend.cpu.native import Arena, check, default_threads, library, rows_of, strided_rows
 from exactspec.backend.cpu.stack import CpuStack
 from exactspec.errors import ConfigError, RequestError
+
+CACHE_LINE = 64
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros at a cache-line border that take memory only where they are written: a pool may be larger than its use."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8))
+    start = -raw.data_ptr() % CACHE_LINE
+    return raw[start : start + num_bytes].view(dtype).view(shape)
 
 
 class CpuLinear:
