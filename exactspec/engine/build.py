@@ -17,7 +17,7 @@ from exactspec.model.loader import load_target
 from exactspec.model.target import TargetModel
 
 KV_MEMORY_SHARE = 0.3  # of free memory, when kv_tokens is not given
-MOST_DEFAULT_KV_TOKENS = 131072
+MOST_DEFAULT_KV_TOKENS = 65536
 
 
 def build_engine(config: EngineConfig) -> Engine:
