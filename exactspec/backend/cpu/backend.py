@@ -73,11 +73,10 @@ class CpuBackend:
 
     def make_pool(self, spec: StackSpec, num_slots: int, dtype: torch.dtype) -> KVPool:
         shape = (spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim)
-        pool = KVPool(torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype))
+        pool = KVPool(_untouched_zeros(shape, dtype), _untouched_zeros(shape, dtype))
         for tensor in (pool.k, pool.v):
             # On huge pages: a request's keys are scattered, and each 4 KB page would cost a walk of the page tables.
             library().es_advise(tensor.data_ptr(), tensor.nbytes)
-            tensor.zero_()
         return pool
 
     def make_linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
