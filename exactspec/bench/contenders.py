@@ -9,6 +9,7 @@ from typing import Protocol
 
 from exactspec.engine.build import assemble
 from exactspec.engine.config import EngineConfig
+from exactspec.errors import ConfigError
 from exactspec.model.target import TargetModel
 from exactspec.types import Request, SamplingParams
 
@@ -40,20 +41,24 @@ class Contender(Protocol):
 class EngineContender:
     """Our engine with one drafter over a target that contenders share.
 
-    `name` is "plain", a draft, or a draft with "+confidence": verification then follows the draft's confidence.
+    `name` is "plain" or a draft, with options behind it: "+confidence" lets verification follow the draft's confidence,
+    "+logprobs" also returns the top 5 logprobs.
     """
 
     def __init__(
         self, name: str, target: TargetModel, *, batch: int, logprobs: int | None = None, acceptance: str = "coupled"
     ) -> None:
         self.name = name
-        self.logprobs = logprobs
-        draft, _, verify = name.partition("+")
+        draft, *options = name.split("+")
+        unknown = set(options) - {"confidence", "logprobs"}
+        if unknown:
+            raise ConfigError(f"contenders: {name}: unknown option {', '.join(sorted(unknown))}")
+        self.logprobs = 5 if "logprobs" in options else logprobs
         config = EngineConfig(
             model=target.name,
             draft=None if draft == "plain" else draft,
             acceptance=acceptance,  # type: ignore[arg-type]
-            verify=verify or "all",  # type: ignore[arg-type]
+            verify="confidence" if "confidence" in options else "all",
             max_running_requests=batch,
             prefix_cache=False,
         )

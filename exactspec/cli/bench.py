@@ -32,7 +32,7 @@ def bench(
     ] = None,
     limit: Annotated[int, typer.Option(help="Prompts of each file.")] = 8,
     contenders: Annotated[
-        str, typer.Option(help="Who runs; draft folders too; DRAFT+confidence schedules verification.")
+        str, typer.Option(help="Who runs; draft folders too; +confidence schedules, +logprobs adds top 5.")
     ] = CONTENDERS,
     new_tokens: Annotated[int, typer.Option(help="Output tokens per prompt.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
