@@ -205,6 +205,7 @@ def main() -> int:
     parser.add_argument("--reference", help="the same model without a draft: greedy text must be equal")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one test")
     options = parser.parse_args()
+    out = sys.stdout  # a test that hangs keeps sys.stdout redirected
     root = peer_shim.fetch()
     if root is None:
         print("the peer's wheel cannot be fetched")
@@ -229,12 +230,11 @@ def main() -> int:
                 except Exception:
                     outcome, why = "FAIL", traceback.format_exc()
             counts[outcome] += 1
-            print(f"{outcome} {kit}.{name} {time.monotonic() - began:.1f}s {why.strip()[-300:]}", flush=True)
-    print(f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped", flush=True)
+            print(f"{outcome} {kit}.{name} {time.monotonic() - began:.1f}s {why.strip()[-300:]}", file=out, flush=True)
+    print(f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped", file=out, flush=True)
     return 0 if counts["PASS"] and not counts["FAIL"] else 1
 
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
     os._exit(code)  # a test that timed out may still hold a thread

@@ -170,7 +170,7 @@ def install(root: Path, tokenizer: str) -> None:
         "sglang.srt.utils.hf_transformers_utils": {
             "get_tokenizer": lambda *_, **__: AutoTokenizer.from_pretrained(tokenizer)
         },
-        "sglang.srt.utils.network": {"resolve_base_url": lambda base_url="", *_, **__: base_url},
+        "sglang.srt.utils.network": {"resolve_base_url": lambda url, host, port: url or f"http://{host}:{port}"},
         "sglang.srt.environ": {"envs": _Variables()},
         "sglang.utils": {"normalize_base_url": lambda url, *_, **__: str(url).rstrip("/")},
     }
