@@ -39,6 +39,17 @@ def _compile(pattern: str) -> Any:
         raise RequestError("stop_regex", f"{pattern!r} is not a valid pattern: {error}") from None
 
 
+class SlowPattern(str):
+    """What `StopChecker.append` returns when searching for a pattern took too long: the request must be aborted.
+
+    Equal to the pattern, so that it names it; `reason` is for the client.
+    """
+
+    @property
+    def reason(self) -> str:
+        return f"stop_regex: searching for {str(self)!r} took more than {REGEX_TIMEOUT_S:g} s"
+
+
 class StopChecker:
     """Watches one output for its stop strings and patterns.
 
@@ -80,7 +91,7 @@ class StopChecker:
                 if compiled.search(tail, timeout=REGEX_TIMEOUT_S):
                     return pattern
             except TimeoutError:
-                raise RequestError("stop_regex", f"searching for {pattern!r} took too long") from None
+                return SlowPattern(pattern)
         return None
 
 

@@ -187,6 +187,14 @@ def test_stops(server: Running) -> None:
     assert finish("x", skip_special_tokens=False, no_stop_trim=True)[0] == "x<|end|>"
 
 
+def test_a_pattern_that_explodes_ends_its_own_request_only(server: Running) -> None:
+    text = "SAY:x" + "a" * 60 + "b done"
+    answer = generate(server, text=text, sampling_params={"stop_regex": "(a|aa)+c$"})
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert "stop_regex" in answer["meta_info"]["finish_reason"]["message"]
+    assert generate(server, text="SAY:on")["text"] == "on"
+
+
 def test_grammars(server: Running) -> None:
     answer = generate(server, text="SAY:nonsense", sampling_params={"regex": "^(yes|no)$"})
     assert answer["text"] in ("yes", "no")
