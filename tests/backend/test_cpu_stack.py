@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -214,6 +215,39 @@ def test_context_has_the_same_bits_in_pieces(backend: CpuBackend, dtype: torch.d
         stack.write_context(context[a:b], positions[a:b].int(), slots[a:b], pools[1])
     assert torch.equal(pools[0].k, pools[1].k)
     assert torch.equal(pools[0].v, pools[1].v)
+
+
+def test_callers_from_several_threads_take_turns(backend: CpuBackend) -> None:
+    """Four Python threads share the team, one of them keeps changing its size: everybody gets their own answer."""
+    spec, _, _, stack = build(backend, "windows", torch.bfloat16)
+    xs = [rows(spec, 60 + 10 * i, seed=i) for i in range(4)]
+    expected = [run(backend, stack, x, [], torch.bfloat16) for x in xs]
+
+    def work(i: int) -> bool:
+        good = True
+        for turn in range(10):
+            if i == 0:
+                backend.set_num_threads(1 + turn % 3)
+            good &= torch.equal(run(backend, stack, xs[i], [20, 21], torch.bfloat16), expected[i])
+        return good
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+    backend.set_num_threads(2)
+
+
+def test_the_callers_float_mode_does_not_matter(backend: CpuBackend) -> None:
+    """Tiny weights make denormal products, which a caller may or may not have asked torch to flush."""
+    spec, layers, ropes, _ = build(backend, "llama", torch.float32)
+    for w in layers:
+        w.o, w.down = w.o * 1e-38, w.down * 1e-38
+    stack, x = backend.make_stack(spec, layers, ropes), rows(spec, 30) * 1e-6
+    plain = run(backend, stack, x, [8, 9], torch.float32)
+    try:
+        torch.set_flush_denormal(True)
+        assert torch.equal(run(backend, stack, x, [], torch.float32), plain)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_captured_layers_come_side_by_side_in_the_asked_order(backend: CpuBackend) -> None:

@@ -11,7 +11,7 @@
 namespace es {
 namespace {
 
-constexpr size_t HUGE = 2u << 20;
+constexpr size_t HUGE_PAGE = 2u << 20;
 
 struct Block {
     char* base = nullptr;
@@ -23,11 +23,11 @@ struct Block {
 
 void* alloc_pages(size_t bytes) {
     if (bytes == 0) bytes = 64;
-    size_t extra = bytes >= HUGE ? HUGE : 0;
+    size_t extra = bytes >= HUGE_PAGE ? HUGE_PAGE : 0;
     void* p = mmap(nullptr, bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return nullptr;
     if (!extra) return p;
-    char* start = (char*)(((uintptr_t)p + HUGE - 1) / HUGE * HUGE);
+    char* start = (char*)(((uintptr_t)p + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
     size_t head = start - (char*)p;
     if (head) munmap(p, head);
     size_t page = 4096, kept = (bytes + page - 1) / page * page, tail = bytes + extra - head;
@@ -44,7 +44,7 @@ void free_pages(void* p, size_t bytes) {
 
 void advise_pages(void* p, size_t bytes) {
 #ifdef MADV_HUGEPAGE
-    const uintptr_t begin = ((uintptr_t)p + HUGE - 1) / HUGE * HUGE, end = ((uintptr_t)p + bytes) / HUGE * HUGE;
+    const uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE, end = ((uintptr_t)p + bytes) / HUGE_PAGE * HUGE_PAGE;
     if (end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
 #else
     (void)p, (void)bytes;

@@ -22,6 +22,7 @@ struct Forward {
     int num_capture;
     float* captured;
 
+    int threads = team_size();  // as planned for; another caller may change the team meanwhile
     int q_width = 0;
     size_t qkv_stride = 0;
     float *qkv = nullptr, *branch = nullptr;  // fused projections; output of a branch that has a post-norm
@@ -58,7 +59,7 @@ size_t carve(Forward& f, char* base) {
     f.finished = c.take<std::atomic<int>>(f.st.num_layers * f.pairs());
     f.states = c.take<char>(f.plan.num_states * attention_state_bytes(f.st, f.plan));
     f.attention_bytes = attention_scratch(f.st, f.plan);
-    f.attention_memory = c.take<char>(f.attention_bytes * team_size());
+    f.attention_memory = c.take<char>(f.attention_bytes * f.threads);
     return c.used();
 }
 
@@ -226,15 +227,16 @@ extern "C" int32_t es_stack_forward(const EsStack* stack, const EsBatch* batch, 
     if (!check_requests(*batch, *pool)) return -1;
     if (batch->num_rows == 0) return 0;
     Forward f{*stack, *batch, *pool, x, capture, num_capture, captured};
-    f.plan = plan_attention(*stack, *batch, team_size());
+    f.plan = plan_attention(*stack, *batch, f.threads);
     if (!allocate(f)) return -1;
     for (int i = 0; i < stack->num_layers; i++) f.next_unit[i] = 0;
     for (size_t i = 0; i < stack->num_layers * f.pairs(); i++) f.finished[i] = 0;
-    parallel([&](const Member& m) {
+    auto layers = [&](const Member& m) {
         fill_key_slots(f, m);
         for (int i = 0; i < stack->num_layers; i++) run_layer(f, m, i);
         begin_layer(f, m, stack->num_layers);
-    });
+    };
+    parallel(layers, f.threads);
     return 0;
 }
 
