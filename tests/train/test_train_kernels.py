@@ -55,11 +55,11 @@ ints = lambda *values: torch.tensor(values, dtype=torch.int32)
 heat, least = torch.tensor([0.0, 1.0, 1.0, 0.7]), torch.tensor([0, 0, 1.0, 0])
 drawn = kernels.sample(logits, heat, least, ints(1, 2, 3, 4), ints(1, 2, 3, 4))
 assert drawn[0] == logits[0].argmax() and drawn[2] == logits[2].argmax()  # greedy; min-p 1 leaves the best alone
-rows = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(3000, 1)
-many = torch.arange(3000, dtype=torch.int32)
-drawn = kernels.sample(rows, torch.ones(3000), torch.zeros(3000), many, torch.full_like(many, 7))
-share = torch.bincount(drawn.long(), minlength=4) / 3000
-assert (share - rows[0].exp()).abs().max() < 0.04, share  # 4 standard errors; the seeds are fixed
+rows = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(800, 1)
+many = torch.arange(800, dtype=torch.int32)
+drawn = kernels.sample(rows, torch.ones(800), torch.zeros(800), many, torch.full_like(many, 7))
+share = torch.bincount(drawn.long(), minlength=4) / 800
+assert (share - rows[0].exp()).abs().max() < 0.07, share  # 4 standard errors; the seeds are fixed
 print("all equal")
 """
 

@@ -250,6 +250,17 @@ def test_a_run_may_start_from_another_draft_of_the_same_shape(target, tmp_path):
         train(other, target, report=lambda metrics: None)
 
 
+def test_a_time_limit_brings_the_rate_to_zero_and_ends_the_run(target, tmp_path):
+    seen = []
+    options = toy_options(tmp_path, "dflash", steps=100_000, max_seconds=1.5, log_every=2)
+    last = train(options, target, report=seen.append)
+    rates = [line["rate"] for line in seen if "rate" in line]
+    assert 4 < last["step"] < 100_000
+    assert rates[-1] < 0.35
+    assert rates[-1] == min(rates[5:])
+    load_block_model(options.out)
+
+
 @pytest.mark.long
 def test_two_processes_train_one_draft(tmp_path):
     """Over gloo: each has its own data shard and batches, gradients are averaged, weights stay equal."""
