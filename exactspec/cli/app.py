@@ -30,6 +30,7 @@ app.command("serve", context_settings=PASS_ON, add_help_option=False)(serve.serv
 app.command("train")(train.train)
 app.command("calibrate")(drafts.calibrate)
 app.command("eval-draft")(drafts.eval_draft)
+app.command("export-draft")(drafts.export_draft)
 
 
 def main() -> None:

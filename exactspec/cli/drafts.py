@@ -1,4 +1,6 @@
-"""`exactspec calibrate` and `exactspec eval-draft`: how sure a draft is of itself, and how good it really is."""
+"""`exactspec calibrate`, `eval-draft` and `export-draft`: how sure a draft is of itself, how good it is, other
+formats.
+"""
 
 from __future__ import annotations
 
@@ -63,3 +65,18 @@ def eval_draft(
         engine={"max_running_requests": max_running_requests},
     )
     typer.echo(format_report(run(asked, out)))
+
+
+def export_draft(
+    target: Annotated[str, typer.Option(help="Model the draft was trained for: an alias or a GGUF file.")],
+    draft: Annotated[Path, typer.Option(help="Draft checkpoint folder.")],
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    file_format: Annotated[str, typer.Option("--format", help="gguf (what llama.cpp's block drafters read).")] = "gguf",
+    weight_type: Annotated[str, typer.Option(help="f16, f32 or q8_0.")] = "f16",
+) -> None:
+    """Write a draft in another program's format."""
+    from exactspec.train.export import export_gguf
+
+    if file_format != "gguf":
+        raise ConfigError(f"format: must be gguf, got {file_format!r}")
+    typer.echo(f"wrote {export_gguf(draft, target, out, weight_type)}")
