@@ -37,7 +37,8 @@ struct State {
     vf* weight_sum;           // [rows]: lanes are added up at the end only
 
     State(Carver& carve, int rows, int dim)
-        : sums(carve.take<float>((size_t)rows * dim)), max_score(carve.take<float>(rows)), weight_sum(carve.take<vf>(rows)) {}
+        : sums(carve.take<float>((size_t)rows * dim)), max_score(carve.take<float>(rows)),
+          weight_sum(carve.take<vf>(rows)) {}
 
     void clear(int rows, int dim) {
         std::fill(max_score, max_score + rows, -INFINITY);
@@ -54,7 +55,8 @@ struct State {
     // Takes in the row of a later split.
     void add_row(const State& from, int r, int dim, float scale) {
         const float now = std::max(max_score[r], from.max_score[r]);
-        const vf mine = exp2v(splat((max_score[r] - now) * scale)), its = exp2v(splat((from.max_score[r] - now) * scale));
+        const vf mine = exp2v(splat((max_score[r] - now) * scale));
+        const vf its = exp2v(splat((from.max_score[r] - now) * scale));
         max_score[r] = now;
         weight_sum[r] = vfma(from.weight_sum[r], its, weight_sum[r] * mine);
         float *to = sums + (size_t)r * dim, *other = from.sums + (size_t)r * dim;
@@ -219,8 +221,9 @@ struct Work {
         for (int r = 0; r < rows; r++) {
             const int row = tile.first_row + r / group, head = kv_head * group + r % group;
             const vf sum = splat(hsum(total.weight_sum[r]));
+            const float* values = total.sums + (size_t)r * dim;
             for (int i = 0; i < dim; i += VW)
-                put_act(a.out.row(row), (size_t)head * dim + i, loadf(total.sums + (size_t)r * dim + i) / sum, a.out.kind);
+                put_act(a.out.row(row), (size_t)head * dim + i, loadf(values + i) / sum, a.out.kind);
         }
     }
 };

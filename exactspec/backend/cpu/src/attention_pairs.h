@@ -138,8 +138,10 @@ class PairTile {
     void add_chunk(const Weight* w, const float* factor, int low, int high, int dim, int c, float* sums) const {
         __m512 s[ROWS][N];
         for (int r = 0; r < ROWS; r++)
-            for (int i = 0; i < N; i++)
-                s[r][i] = _mm512_mul_ps(_mm512_loadu_ps(sums + (size_t)r * dim + c + i * 16), _mm512_set1_ps(factor[r]));
+            for (int i = 0; i < N; i++) {
+                const __m512 before = _mm512_loadu_ps(sums + (size_t)r * dim + c + i * 16);
+                s[r][i] = _mm512_mul_ps(before, _mm512_set1_ps(factor[r]));
+            }
         if (low % 2) add_pair<ROWS, N>(s, w, low / 2, dim, c, 0xffff0000u);
         for (int p = (low + 1) / 2; p < high / 2; p++) add_pair<ROWS, N>(s, w, p, dim, c, 0xffffffffu);
         if (high % 2) add_pair<ROWS, N>(s, w, high / 2, dim, c, 0x0000ffffu);

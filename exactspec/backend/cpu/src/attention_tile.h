@@ -57,7 +57,8 @@ class FloatTile {
     using Query = float;
     using Weight = float;
 
-    FloatTile(Carver& carve, int dim) : k_(carve.take<float>((size_t)KEYS * dim)), v_(carve.take<float>((size_t)KEYS * dim)) {}
+    FloatTile(Carver& carve, int dim)
+        : k_(carve.take<float>((size_t)KEYS * dim)), v_(carve.take<float>((size_t)KEYS * dim)) {}
 
     static vf weights(const vf (&x)[KEYS / VW], float* to) {
         vf total = {};

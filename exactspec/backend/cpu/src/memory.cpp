@@ -44,7 +44,8 @@ void free_pages(void* p, size_t bytes) {
 
 void advise_pages(void* p, size_t bytes) {
 #ifdef MADV_HUGEPAGE
-    const uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE, end = ((uintptr_t)p + bytes) / HUGE_PAGE * HUGE_PAGE;
+    const uintptr_t begin = ((uintptr_t)p + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    const uintptr_t end = ((uintptr_t)p + bytes) / HUGE_PAGE * HUGE_PAGE;
     if (end > begin) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
 #else
     (void)p, (void)bytes;

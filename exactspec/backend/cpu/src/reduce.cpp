@@ -120,7 +120,8 @@ extern "C" void es_argmax(const float* x, int64_t stride, int32_t rows, int32_t 
     }
 }
 
-extern "C" void es_logsumexp(const float* x, int64_t stride, int32_t rows, int32_t width, float* max, float* logsumexp) {
+extern "C" void es_logsumexp(const float* x, int64_t stride, int32_t rows, int32_t width, float* max,
+                              float* logsumexp) {
     const int chunks = (width + CHUNK - 1) / CHUNK;
     const auto parts = by_chunks<MaxSum>(x, stride, rows, width, chunks,
                                          [](const float* p, int, int n) { return max_sum_of(p, n); });
@@ -135,7 +136,8 @@ extern "C" void es_logsumexp(const float* x, int64_t stride, int32_t rows, int32
     }
 }
 
-extern "C" void es_topk(const float* x, int64_t stride, int32_t rows, int32_t width, int32_t k, float* values, int64_t* index) {
+extern "C" void es_topk(const float* x, int64_t stride, int32_t rows, int32_t width, int32_t k, float* values,
+                        int64_t* index) {
     parallel(
         [&](const Member& m) {
             const Range mine = m.share(rows);

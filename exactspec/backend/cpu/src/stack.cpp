@@ -115,7 +115,8 @@ void* pool_row(const EsStack& st, const EsPool& pool, void* base, int layer, int
 }
 
 // One head of a fused projection row: q goes to the queries, k and v to the pool.
-void place_head(const EsStack& st, const EsPool& pool, int layer, float* qkv, int head, int position, int slot, char* q) {
+void place_head(const EsStack& st, const EsPool& pool, int layer, float* qkv, int head, int position, int slot,
+                char* q) {
     const EsLayer& l = st.layers[layer];
     const int d = st.head_dim, kv = head - st.num_heads;
     float* from = qkv + (size_t)head * d;
@@ -188,7 +189,8 @@ void run_layer(const Forward& f, const Member& m, int i) {
 bool check_rows(const EsStack& st, const EsPool& pool, const int32_t* positions, const int32_t* slots, int rows) {
     for (int t = 0; t < rows; t++) {
         if (slots[t] < 0 || slots[t] >= pool.num_slots)
-            return fail("slots[%d] = %d is outside the pool of %lld slots", t, slots[t], (long long)pool.num_slots) == 0;
+            return fail("slots[%d] = %d is outside the pool of %lld slots", t, slots[t],
+                        (long long)pool.num_slots) == 0;
         for (int i = 0; i < st.num_ropes; i++)
             if (positions[t] < 0 || positions[t] >= st.ropes[i].positions)
                 return fail("positions[%d] = %d is outside the rotary table of %d positions", t, positions[t],
