@@ -139,8 +139,12 @@ class EngineClient:
     def submit(self, request: Request, queue: asyncio.Queue[tuple[str, Event]]) -> None:
         """Sends a request; its outputs arrive in `queue` as (request id, event), the last with a finish or an error."""
         self.check_available()
+        try:
+            data = m.encoder.encode(m.add_message(request))
+        except (OverflowError, UnicodeEncodeError) as error:  # a number over 64 bits, half a surrogate pair
+            raise ApiError(400, f"the request holds a value that cannot be used: {error}") from None
         self._queues[request.request_id] = queue
-        self._send(m.add_message(request))
+        self._send_bytes(data)
 
     def abort(self, request_ids: Iterable[str], message: str = "Aborted", *, silent: bool = False) -> None:
         """Ends requests now. `silent`: nobody waits for their last output any more."""
@@ -169,9 +173,12 @@ class EngineClient:
             self._calls.pop(number, None)
 
     def _send(self, message: Any) -> None:
+        self._send_bytes(m.encoder.encode(message))
+
+    def _send_bytes(self, data: bytes) -> None:
         if self._sender is not None:
             with contextlib.suppress(zmq.Again):  # no peer: it has just died, the supervisor tells
-                self._sender.send(m.encoder.encode(message), zmq.NOBLOCK)
+                self._sender.send(data, zmq.NOBLOCK)
 
     # ---- outputs -------------------------------------------------------------------------------------
 

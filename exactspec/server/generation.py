@@ -130,6 +130,8 @@ class Generation:
     def _sample(
         self, tokenizer: Any, prompt: Prompt, prompt_index: int, index: int, seed: int, limits: Limits | None
     ) -> Sample:
+        if abs(prompt.priority) >= 2**31:
+            raise ApiError(400, f"priority: must fit 32 bits, got {prompt.priority}")
         rid = prompt.rid or uuid.uuid4().hex
         if prompt.params.n > 1:
             rid = f"{rid}_{index}"

@@ -114,6 +114,8 @@ def _tidy(values: dict[str, Any]) -> None:
     ids = values.get("stop_token_ids")
     if ids is not None and not isinstance(ids, list):
         raise bad_request("stop_token_ids", "must be a list of token ids")
+    if ids is not None:  # ids that no vocabulary has can never come: tolerated, and dropped
+        values["stop_token_ids"] = [i for i in ids if not isinstance(i, int) or isinstance(i, bool) or 0 <= i < 2**31]
     for name in ("json_schema", "regex", "ebnf"):
         if name in values and not isinstance(values[name], str):
             raise bad_request(name, "must be a string")

@@ -180,7 +180,7 @@ def test_stops(server: Running) -> None:
     assert finish("ab\ncd", stop="\n") == ("ab", {"type": "stop", "matched": "\n"})
     assert finish("ab\ncd", stop="\n", no_stop_trim=True) == ("ab\n", {"type": "stop", "matched": "\n"})
     assert finish("this or that", stop_regex="and|or") == ("this or", {"type": "stop", "matched": "and|or"})
-    assert finish("xyz", stop_token_ids=[ord("y"), 119690]) == ("x", {"type": "stop", "matched": ord("y")})
+    assert finish("xyz", stop_token_ids=[ord("y"), 119690, 10**30]) == ("x", {"type": "stop", "matched": ord("y")})
     assert finish("xyz", max_new_tokens=3, stop="z") == ("xy", {"type": "stop", "matched": "z"})
     assert finish("xyz", max_new_tokens=2, stop="z") == ("xy", {"type": "length", "length": 2})
     assert finish("x", skip_special_tokens=False)[0] == "x"
@@ -276,6 +276,8 @@ BAD = [
     ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
     ({"text": "a", "session_params": {"id": "x"}}, "session_params"),
     ({"text": "a", "lora_path": "x"}, "lora_path"),
+    ({"text": "a", "priority": 10**30}, "priority"),
+    ({"text": "a", "sampling_params": {"max_new_tokens": 10**30}}, "context length"),
     ({"text": ["fine SAY:x", "a" * 5000]}, "context length"),
 ]
 
