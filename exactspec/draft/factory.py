@@ -13,11 +13,13 @@ from exactspec.draft.checkpoint import TargetFacts, check_fit, load_block_model,
 from exactspec.draft.config import CONFIG_FILE, read_draft_config
 from exactspec.draft.ngram import NgramDrafter
 from exactspec.draft.none import NoDrafter
+from exactspec.draft.random_weights import random_draft
 from exactspec.draft.vocabulary import read_draft_vocab
 from exactspec.errors import CheckpointError, ConfigError
 from exactspec.model.target import TargetModel
 
 SHIPPED = Path(__file__).resolve().parent.parent / "drafts_data"  # NAME-TARGET folders inside the package
+RANDOM = "random"  # a block draft of the target's shape with random weights
 NAMES = ("none", "ngram", "dflash", "dspark")
 DEFAULT_NGRAM_GAMMA = 7
 log = logging.getLogger(__name__)
@@ -32,7 +34,8 @@ def make_drafter(
     backend: Backend,
     end_ids: Iterable[int] = (),
 ) -> Drafter:
-    """draft: None or "none", "ngram", "dflash" or "dspark" (shipped for the built-in target), or a checkpoint folder.
+    """draft: None or "none", "ngram", "dflash" or "dspark" (shipped for the built-in target), a checkpoint folder, or
+    "random" (speed measurements, see simulate_accept_length).
 
     num_slots: slots of the target's K/V pool, whose indices the drafter's own pool shares. gamma: draft tokens per
     round, None for the drafter's own. end_ids: EOS and padding ids of the target, for a warning about mask tokens.
@@ -42,6 +45,8 @@ def make_drafter(
         return NoDrafter()
     if draft == "ngram":
         return NgramDrafter(DEFAULT_NGRAM_GAMMA if gamma is None else gamma)
+    if draft == RANDOM:
+        return BlockDrafter(random_draft(target.config), target, num_slots, gamma)
     facts = _facts(target, end_ids)
     folder = shipped_folder(draft, facts) if draft in NAMES else Path(draft).expanduser()
     if draft not in NAMES and not folder.is_dir():

@@ -15,11 +15,13 @@ from exactspec.model.checkpoint import Checkpoint, check_tensors, tensor_shapes
 from exactspec.model.config import ModelConfig, from_hf_config
 from exactspec.model.hub import resolve_model
 from exactspec.model.progress import LoadProgress
+from exactspec.model.random_weights import byte_tokenizer, random_target
 from exactspec.model.rope import RopeSpec
 from exactspec.model.weights import LoadedTarget, ModelWeights
 from exactspec.text.tokenizer import Tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+RANDOM = "random:"  # model names with this prefix have no files
 _GENERATION_FIELDS = ("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -29,13 +31,16 @@ def load_target(
     context_length: int | None = None,
     device: str | torch.device = "cpu",
 ) -> LoadedTarget:
-    """Loads a target from a folder of safetensors, a GGUF file, a hub id or an alias.
+    """Loads a target from a folder of safetensors, a GGUF file, a hub id or an alias; "random:SHAPE" makes one of a
+    published shape (model/random_weights.py) for speed measurements.
 
     dtype "auto" keeps the checkpoint's float type (a quantised GGUF becomes bfloat16). `context_length` may shorten
     the model's context. Weights arrive on `device`, in the dtype asked for; norms and biases in float32.
     Raises CheckpointError (or UnsupportedModelError) naming tensor, field or file, and ConfigError for bad arguments.
     """
     wanted = _dtype(dtype)
+    if model.startswith(RANDOM):
+        return random_target(model.removeprefix(RANDOM), wanted or torch.bfloat16, device, context_length)
     checkpoint = open_checkpoint(model)
     config = _config(checkpoint, context_length)
     check_tensors(config, checkpoint)
@@ -53,7 +58,7 @@ def load_config(model: str, context_length: int | None = None) -> ModelConfig:
 
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer alone, with the end tokens of the model's configs: for a process that runs no model."""
-    return _tokenizer(open_checkpoint(model))
+    return byte_tokenizer() if model.startswith(RANDOM) else _tokenizer(open_checkpoint(model))
 
 
 def open_checkpoint(model: str) -> Checkpoint:

@@ -67,7 +67,7 @@ def random_target(
     head = embed if config.tied else make.matrix(config.vocab_size, config.hidden_size)
     layers = [_layer(config, make) for _ in range(config.num_layers)]
     weights = ModelWeights(embed, layers, make.ones(config.hidden_size), head)
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     return LoadedTarget(f"random:{shape}", config, weights, tokenizer, frozenset(), source="random weights")
 
 
@@ -128,7 +128,7 @@ def _layer(config: ModelConfig, make: _Maker) -> LayerWeights:
     )
 
 
-def _byte_tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
     """One token per byte, no merges, one end token that random weights are not asked to respect."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, pre_tokenizers
@@ -139,4 +139,6 @@ def _byte_tokenizer() -> Tokenizer:
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens(["<end>"])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<end>"))
+    hf = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<end>")
+    hf.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return Tokenizer(hf)

@@ -46,3 +46,14 @@ def test_a_random_draft_fits_its_target() -> None:
 def test_unknown_shapes_are_named() -> None:
     with pytest.raises(ConfigError, match="qwen3-8b"):
         shape_config("qwen9")
+
+
+def test_a_model_name_with_the_prefix_makes_one():
+    from exactspec.draft.factory import make_drafter
+    from exactspec.model.loader import load_target, load_tokenizer
+
+    loaded = load_target("random:smollm2-135m", context_length=256)
+    target = TargetModel(TorchBackend("cpu"), loaded)
+    drafter = make_drafter("random", target, num_slots=64, gamma=None, backend=target.backend)
+    assert (target.spec.num_layers, drafter.gamma) == (30, 7)
+    assert load_tokenizer("random:smollm2-135m").apply_chat_template([{"role": "user", "content": "ab"}])
