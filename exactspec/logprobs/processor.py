@@ -23,7 +23,7 @@ from exactspec.types import LogprobsKind, SamplingParams, TokenLogprob
 
 # What an impossible token's -inf becomes: JSON has no infinities. The most negative finite float32.
 LOGPROB_FLOOR = torch.finfo(torch.float32).min
-CHUNK_ROWS = 16
+CHUNK_ROWS, CHUNK_ROWS_GPU = 16, 512
 SMALL_TOP_K = 64  # rows that ask for more are worked on apart, so that they do not slow the others
 
 
@@ -39,6 +39,7 @@ class LogprobPlan:
 class LogitRows(Protocol):
     """A step's logits in the domain of each kind (a SampleResult)."""
 
+    logits: Tensor
     ops: RowOps
 
     def raw(self, rows: Sequence[int]) -> Tensor: ...
@@ -60,12 +61,17 @@ def prompt_plan(params: SamplingParams) -> LogprobPlan | None:
     return LogprobPlan("raw", params.prompt_logprobs, tuple(params.logprob_token_ids or ()))
 
 
+def rows_at_once(device: torch.device) -> int:
+    """Rows of a chunk: few on a CPU, whose caches hold them; many on a GPU, where each chunk costs read-backs."""
+    return CHUNK_ROWS if device.type == "cpu" else CHUNK_ROWS_GPU
+
+
 def compute_logprobs(
     rows: Tensor,
     token_ids: Sequence[int] | Tensor,
     plans: Sequence[LogprobPlan],
     valid_vocab: int,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
     ops: RowOps = TORCH_ROW_OPS,
 ) -> list[TokenLogprob]:
     """rows [N, V] logits in the domain of the plans' kind; token_ids and plans one per row.
@@ -78,6 +84,7 @@ def compute_logprobs(
     if not len(ids) == len(plans) == rows.shape[0]:
         raise ValueError(f"{rows.shape[0]} rows, {len(ids)} token_ids and {len(plans)} plans do not match")
     results: list[TokenLogprob] = []
+    chunk_rows = chunk_rows or rows_at_once(rows.device)
     for start in range(0, len(ids), chunk_rows):
         stop = min(start + chunk_rows, len(ids))
         results += _chunk(rows[start:stop], ids[start:stop], plans[start:stop], valid_vocab, ops)
@@ -90,10 +97,11 @@ def row_logprobs(
     token_ids: Sequence[int],
     plans: Sequence[LogprobPlan],
     valid_vocab: int,
-    chunk_rows: int = CHUNK_ROWS,
+    chunk_rows: int | None = None,
 ) -> list[TokenLogprob]:
     """compute_logprobs for chosen rows of a step whose plans may differ in kind; results in the order of `rows`."""
     results: list[TokenLogprob | None] = [None] * len(rows)
+    chunk_rows = chunk_rows or rows_at_once(source.logits.device)
     domains = {"raw": source.raw, "scaled": source.scaled, "processed": source.processed}
     for kind, domain in domains.items():
         places = [i for i, plan in enumerate(plans) if plan.kind == kind]
@@ -104,6 +112,7 @@ def row_logprobs(
                 [token_ids[i] for i in part],
                 [plans[i] for i in part],
                 valid_vocab,
+                chunk_rows,
                 ops=source.ops,
             )
             for i, entry in zip(part, found, strict=True):
