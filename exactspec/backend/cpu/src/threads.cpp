@@ -14,8 +14,6 @@
 namespace es {
 namespace {
 
-constexpr auto SPIN_JOB = std::chrono::microseconds(300);     // a step's next call usually comes within this time
-constexpr int MIN_SPIN_NS = 4000, MAX_SPIN_NS = 200000;        // at a barrier, see Patience
 constexpr int MAX_TEAM = 256;
 
 struct Team {
@@ -45,20 +43,24 @@ inline void relax() {
 #endif
 }
 
-// How long a thread spins at a barrier before it sleeps. Spinning is right while every member has a core to itself;
-// when another process takes one, a spinning member may hold the very core that the late member needs. So each wait
-// in vain halves the patience and each success restores a quarter.
-thread_local int patience_ns = MAX_SPIN_NS;
+// How long a thread spins before it sleeps. Spinning is right while every member has a core to itself; when another
+// process takes one, a spinning member may hold the very core that the late member needs. So each wait in vain halves
+// the patience and each success raises it.
+struct Patience {
+    int ns, least, most, gain_percent;
 
-void learn_patience(bool success) {
-    patience_ns = success ? patience_ns + patience_ns / 4 : patience_ns / 2;
-    if (patience_ns < MIN_SPIN_NS) patience_ns = MIN_SPIN_NS;
-    if (patience_ns > MAX_SPIN_NS) patience_ns = MAX_SPIN_NS;
-}
+    void learn(bool success) {
+        ns = success ? ns + ns * gain_percent / 100 : ns / 2;
+        ns = ns < least ? least : ns > most ? most : ns;
+    }
+};
+
+thread_local Patience at_barrier{200000, 4000, 200000, 25};   // members of one job arrive close together
+thread_local Patience for_job{300000, 40000, 300000, 100};    // a step's next call usually comes within this time
 
 // Waits until word != old: spins for a while (fetching `next` meanwhile), then sleeps in the kernel.
 // Returns whether spinning was enough.
-bool wait_change(std::atomic<uint32_t>& word, uint32_t old, std::chrono::nanoseconds spin, Ahead next = {}) {
+bool spin_then_sleep(std::atomic<uint32_t>& word, uint32_t old, std::chrono::nanoseconds spin, Ahead next) {
     const char* p = next.begin;
     const char* end = p + next.bytes;
     for (; p < end; p += 64) {
@@ -74,6 +76,10 @@ bool wait_change(std::atomic<uint32_t>& word, uint32_t old, std::chrono::nanosec
     } while (std::chrono::steady_clock::now() - start < spin);
     while (word.load(std::memory_order_acquire) == old) word.wait(old, std::memory_order_acquire);
     return false;
+}
+
+void wait_change(std::atomic<uint32_t>& word, uint32_t old, Patience& patience, Ahead next = {}) {
+    patience.learn(spin_then_sleep(word, old, std::chrono::nanoseconds(patience.ns), next));
 }
 
 // The floating-point control word is per thread and others may have changed it (torch.set_flush_denormal): a row's
@@ -96,7 +102,7 @@ void* worker(void* p) {
     int tid = (int)(intptr_t)p;
     uint32_t seen = 0;  // a new team starts at job 0
     for (;;) {
-        wait_change(team->job_number, seen, SPIN_JOB);
+        wait_change(team->job_number, seen, for_job);
         seen = team->job_number.load(std::memory_order_acquire);
         if (team->stop) return nullptr;
         if (tid < team->active) run_member(tid);
@@ -137,7 +143,7 @@ void Member::barrier(Ahead next) const {
         team->generation.store(old + 1, std::memory_order_release);
         team->generation.notify_all();
     } else {
-        learn_patience(wait_change(team->generation, old, std::chrono::nanoseconds(patience_ns), next));
+        wait_change(team->generation, old, at_barrier, next);
     }
 }
 
@@ -157,7 +163,7 @@ void run_job(Job job, void* arg, int max_threads) {
     team->job_number.notify_all();
     run_member(0);
     for (uint32_t left; (left = team->pending.load(std::memory_order_acquire)) != 0;)
-        wait_change(team->pending, left, std::chrono::nanoseconds(patience_ns));
+        wait_change(team->pending, left, at_barrier);
 }
 
 void set_team_size(int size) {
