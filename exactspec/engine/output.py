@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from exactspec.errors import RequestError
+from exactspec.text.stops import SlowPattern
 from exactspec.types import FinishReason, RunningRequest
 
 
@@ -27,10 +27,7 @@ def append_until_stop(
     """
     for count, token_id in enumerate(committed, start=1):
         request.token_ids.append(token_id)
-        try:
-            finish = _end_at(request, token_id, stop_ids)
-        except RequestError as error:  # e.g. a stop regex that takes too long: this request ends, the others go on
-            finish = FinishReason("abort", message=str(error))
+        finish = _end_at(request, token_id, stop_ids)
         if finish is not None:
             return count, finish
     return len(committed), None
@@ -40,6 +37,8 @@ def _end_at(request: RunningRequest, token_id: int, stop_ids: frozenset[int]) ->
     if request.grammar is not None:
         request.grammar.advance([token_id])
     matched = request.stop_checker.append(token_id) if request.stop_checker is not None else None
+    if isinstance(matched, SlowPattern):  # this request ends, the others go on
+        return FinishReason("abort", message=matched.reason)
     if matched is not None:
         return FinishReason("stop", matched=matched)
     if token_id in stop_ids:

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from exactspec.text.stops import SlowPattern
 from exactspec.types import FinishReason, Request, RequestStats, StepOutput, TokenLogprob, TokenSource
 
 Pair = tuple[int, float]
@@ -133,8 +132,6 @@ def add_message(request: Request) -> Add:
 
 def pack_output(output: StepOutput) -> Output:
     finish = output.finish
-    if finish is not None and isinstance(finish.matched, SlowPattern):
-        finish = FinishReason("abort", message=finish.matched.reason)
     return Output(
         request_id=output.request_id,
         token_ids=output.token_ids,

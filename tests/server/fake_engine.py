@@ -17,7 +17,7 @@ import torch
 from exactspec.engine.admission import Limits, check_request, max_total_tokens
 from exactspec.errors import QueueFullError
 from exactspec.grammar import GrammarCompiler, needs_grammar
-from exactspec.text.stops import StopChecker
+from exactspec.text.stops import SlowPattern, StopChecker
 from exactspec.types import FinishReason, Request, RequestStats, StepOutput, TokenLogprob, TokenSource
 
 PIECES = [b" the", b"SAY", b"\xe2\x82", b"\xac", b"ab", b"<|no|>"]
@@ -192,6 +192,8 @@ class FakeEngine:
         if running.grammar is not None:
             running.grammar.advance([token])
         matched = running.checker.append(token)
+        if isinstance(matched, SlowPattern):
+            return FinishReason("abort", message=matched.reason)
         if matched is not None:
             return FinishReason("stop", matched)
         if not params.ignore_eos and token in {EOS, *(params.stop_token_ids or ())}:
