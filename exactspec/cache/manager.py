@@ -26,8 +26,6 @@ class CacheManager:
         self.pool = PagePool(num_pages)
         self.tree = RadixTree(page_size)
         self.num_evicted = 0  # pages taken from the tree, ever
-        self.num_hit_tokens = 0  # tokens found by first admissions, ever
-        self.num_lookup_tokens = 0  # tokens of their prompts, ever
         self._holders: set[RunningRequest] = set()
 
     @property
