@@ -72,10 +72,10 @@ async def _parse(body: GenerateBody, server: Server) -> Job:
     single = isinstance(body.text if field == "text" else (body.input_ids or [0])[0], str | int)
     count = len(prompts)
     params = _sampling_params(body, count)
-    samples = {p.get("n") or 1 for p in params}
-    if len(samples) > 1:
+    samples = [p.get("n") or 1 for p in params]  # not checked yet: may be of any type
+    if any(n != samples[0] for n in samples):
         raise bad_request("n", "must be the same for all prompts of a batch")
-    wants = _wants(body, count, many=samples != {1})
+    wants = _wants(body, count, many=samples[0] != 1)
     intervals = [p.get("stream_interval") or server.options.stream_interval for p in params]
     rids = _rids(body, count)
     spaces = [_each(body.extra_key, count, "extra_key"), _each(body.cache_salt, count, "cache_salt")]
@@ -95,7 +95,7 @@ async def _parse(body: GenerateBody, server: Server) -> Job:
                 sampling_mask=wants[i].mask_mode,
             )
         )
-    return Job(body, jobs, wants, single and samples == {1}, min(intervals))
+    return Job(body, jobs, wants, single and samples[0] == 1, min(intervals))
 
 
 def _prompts(body: GenerateBody) -> tuple[str, list[Any]]:

@@ -247,6 +247,8 @@ BAD = [
     ({"text": "a", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 3}}, "min_new_tokens"),
     ({"text": "a", "sampling_params": {"stop": ["x"] * 33}}, "stop"),
     ({"text": "a", "sampling_params": {"stop": 7}}, "stop"),
+    ({"text": "a", "sampling_params": {"n": [0]}}, "n"),
+    ({"text": "a", "sampling_params": {"n": {"a": 1}}}, "n"),
     ({"text": "a", "sampling_params": {"stop_regex": "("}}, "stop_regex"),
     ({"text": "a", "sampling_params": {"stop_regex": "x" * 300}}, "stop_regex"),
     ({"text": "a", "sampling_params": {"stop_token_ids": "7"}}, "stop_token_ids"),
