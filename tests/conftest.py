@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # so that every room's tests can import fakes
 
@@ -17,6 +19,11 @@ from exactspec.model.weights import LoadedTarget
 from exactspec.text.tokenizer import Tokenizer
 
 DATA = Path(__file__).parent / "data"
+
+# In CI the same examples every time, so that a red run is about the change; elsewhere new ones, so that more is found.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 @pytest.fixture(scope="session", autouse=True)
