@@ -106,13 +106,13 @@ def _jobs(tokenizer: Any, record: dict[str, Any]) -> list[tuple[list[int], int]]
 
 def _result(record: dict[str, Any], answers: Iterator[Any], tokenizer: Any) -> dict[str, Any]:
     if "text" in record:
-        return {**record, **_scores(next(answers), 0)}
-    choices = [_scores(next(answers), None) for _ in record["choices"]]
+        return {**record, **_scores(next(answers))}
+    choices = [_scores(next(answers)) for _ in record["choices"]]
     best = max(range(len(choices)), key=lambda i: choices[i]["sum"])
     return {**record, "scores": choices, "best": best}
 
 
-def _scores(answer: Any, _start: int | None) -> dict[str, Any]:
+def _scores(answer: Any) -> dict[str, Any]:
     import math
 
     entries = answer.prompt_logprobs

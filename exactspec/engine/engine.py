@@ -17,7 +17,6 @@ from exactspec.engine.round import RoundResult
 from exactspec.engine.runner import make_runner
 from exactspec.engine.scoring import Scorer
 from exactspec.engine.verify_policy import VerifyPolicy
-from exactspec.errors import RequestError
 from exactspec.grammar import GrammarCompiler, needs_grammar
 from exactspec.model.target import TargetModel
 from exactspec.sampling.adjust import OutputHistory
@@ -99,8 +98,6 @@ class Engine:
             running.history = OutputHistory()
         if needs_grammar(params):
             running.grammar = self.grammars.owner(params)
-        if self.scheduler.find(request.request_id) is not None:
-            raise RequestError("request_id", f"{request.request_id!r} is in use by an unfinished request")
         self.scheduler.add(running)
 
     def abort(self, request_id: str, message: str = "Aborted") -> bool:
