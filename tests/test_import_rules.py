@@ -44,6 +44,8 @@ ALLOWED_AT_THE_TOP = {  # file or room -> heavy packages that may be imported wh
     "cli": {"typer"},
     "backend/cuda": {"triton"},
     "train/kernels.py": {"triton"},
+    "train/draft_kernels.py": {"triton"},
+    "train/block_attention.py": {"triton"},
 }
 ALGORITHMS = {"dflash", "dspark", "ngram"}
 

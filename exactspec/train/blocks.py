@@ -33,6 +33,7 @@ class BlockBatch:
     previous: Tensor  # [N] the token before it (the anchor for k = 1)
     target_row: Tensor  # [N] which of the B * L target rows predicts the label
     weight: Tensor  # [N] float32, sums to 1
+    noise_seed: Tensor  # [1] of the noise of a coupled loss
 
     def to(self, device: torch.device) -> BlockBatch:
         if device.type == "cpu":
@@ -53,7 +54,7 @@ def make_blocks(batch: Batch, num_anchors: int, gamma: int, loss_decay: float, r
     allowed = (at >= np.maximum(prompt_len, 1)[:, None]) & (at < lengths[:, None] - 1)
     keys = np.where(allowed, rng.random((batch_size, width)), 2.0)
     num_anchors = min(num_anchors, width)
-    picked = np.argpartition(keys, num_anchors - 1, axis=1)[:, :num_anchors]
+    picked = np.sort(np.argpartition(keys, num_anchors - 1, axis=1)[:, :num_anchors], axis=1)
     used = np.take_along_axis(allowed, picked, axis=1)
     anchors = np.where(used, picked, 1)
     goals = anchors[:, :, None] + np.arange(1, gamma + 1)  # [B, A, G] positions to predict
@@ -71,6 +72,7 @@ def make_blocks(batch: Batch, num_anchors: int, gamma: int, loss_decay: float, r
         previous=torch.from_numpy(token_ids[sequence, goal - 1]),
         target_row=torch.from_numpy(sequence * width + goal - 1),
         weight=torch.from_numpy(weight / total),
+        noise_seed=torch.from_numpy(rng.integers(0, 2**31, 1)),
     )
 
 

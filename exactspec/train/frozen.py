@@ -126,6 +126,21 @@ class FrozenTarget:
         )  # fmt: skip
         return out.transpose(1, 2).reshape(batch * length, -1)
 
+    @torch.no_grad()
+    def prefill(self, token_ids: Tensor, slots: Tensor, cache: StaticCache) -> None:
+        """Writes K/V of whole prompts [B, L] (padding at the right) to the first L places of `slots` [B]."""
+        batch, length = token_ids.shape
+        spec = self.spec
+        positions = torch.arange(length, device=token_ids.device, dtype=torch.int32).repeat(batch)
+        x, normed = self._start(token_ids.reshape(-1))
+        for index in range(spec.num_layers):
+            qkv = self._qkv(index, normed, positions)
+            heads = qkv.view(batch, length, -1, spec.head_dim)[:, :, spec.num_heads :].transpose(1, 2)
+            cache.k[index][slots, :, :length], cache.v[index][slots, :, :length] = heads.chunk(2, dim=1)
+            if index + 1 < spec.num_layers:
+                attended = self._attend(qkv, batch, length, spec.windows[index])
+                x, normed = self._finish(index, x, attended)
+
     def make_cache(self, slots: int, length: int) -> StaticCache:
         shape = (self.spec.num_layers, slots, self.spec.num_kv_heads, length, self.spec.head_dim)
         k = torch.zeros(shape, device=self.device, dtype=self.dtype)

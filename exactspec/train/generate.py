@@ -1,6 +1,6 @@
 """Batch generation for training data: a static K/V cache, many slots, one CUDA graph a step.
 
-Prompts go through the same one-token step as forced tokens, so there is one path. On the CPU the step runs eagerly.
+Prompts fill the cache in dense passes of similar lengths, the step does the rest. On the CPU the step runs eagerly.
 A sequence depends on (prompt, temperature, min_p, its seed) and the device's kernels, not on its slot.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from exactspec.errors import ConfigError
 from exactspec.train.frozen import FrozenTarget
 
+PREFILL_TOKENS = 65_536  # of one dense pass, padding included
 REFILL_EVERY = 16  # steps between looks at which slots have ended (a look waits for the device)
 
 
@@ -44,7 +45,6 @@ class BatchGenerator:
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int32, device=device)
         self.tokens = torch.zeros(slots, length, dtype=torch.int32, device=device)
         self.position = torch.zeros(slots, dtype=torch.int32, device=device)  # of the newest known token
-        self.prompt_len = torch.ones(slots, dtype=torch.int32, device=device)
         self.limit = torch.ones(slots, dtype=torch.int32, device=device)  # tokens when the sequence must end
         self.active = torch.zeros(slots, dtype=torch.int32, device=device)
         self.seeds = torch.zeros(slots, dtype=torch.int32, device=device)
@@ -96,13 +96,10 @@ class BatchGenerator:
         for slot, job in zip(slots, chosen, strict=True):
             in_slot[slot] = job
         picked = [jobs[j] for j in chosen]
-        width = max(len(job.prompt) for job in picked)
-        prompts = torch.tensor([list(job.prompt) + [0] * (width - len(job.prompt)) for job in picked])
+        self._prefill(slots, [job.prompt for job in picked])
         index = torch.tensor(slots, device=self.tokens.device)
-        self.tokens[index, :width] = prompts.to(self.tokens)
         columns: list[tuple[Tensor, list[float]]] = [
-            (self.position, [0] * count),
-            (self.prompt_len, [len(job.prompt) for job in picked]),
+            (self.position, [len(job.prompt) - 1 for job in picked]),
             (self.limit, [len(job.prompt) + job.max_new for job in picked]),
             (self.seeds, [job.seed for job in picked]),
             (self.temperature, [job.temperature for job in picked]),
@@ -111,6 +108,19 @@ class BatchGenerator:
         ]
         for column, values in columns:
             column[index] = torch.tensor(values).to(column)
+
+    def _prefill(self, slots: Sequence[int], prompts: Sequence[tuple[int, ...]]) -> None:
+        """Tokens and K/V of prompts, the longest first: passes of at most PREFILL_TOKENS."""
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        while order:
+            width = len(prompts[order[0]])
+            count = max(1, PREFILL_TOKENS // width)
+            part, order = order[:count], order[count:]
+            padded = torch.tensor([list(prompts[i]) + [0] * (width - len(prompts[i])) for i in part])
+            index = torch.tensor([slots[i] for i in part], device=self.tokens.device)
+            token_ids = padded.to(self.tokens.device)
+            self.tokens[index, :width] = token_ids.int()
+            self.target.prefill(token_ids, index, self.cache)
 
     def _step(self) -> None:
         if self.tokens.device.type != "cuda":
@@ -145,11 +155,10 @@ class BatchGenerator:
         logits = self.target.step(current, self.position, (self.position + 1) * self.active, self.cache)
         drawn = self.target.ops.sample(logits, self.temperature, self.min_p, self.seeds, self.position)
         following = (at + 1).clamp(max=self.length - 1)
-        is_prompt = self.position + 1 < self.prompt_len
         known = self.tokens.gather(1, following)[:, 0]
-        token = torch.where(is_prompt | (self.active == 0), known, drawn)
+        token = torch.where(self.active == 0, known, drawn)
         self.tokens.scatter_(1, following, token[:, None])
-        stopped = (token[:, None] == self.stop_ids).any(1) & ~is_prompt
+        stopped = (token[:, None] == self.stop_ids).any(1)
         ended = stopped | (self.position + 2 >= self.limit)
         self.position.add_(self.active)
         self.active.mul_((~ended).int())

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from exactspec.train.ops import Coupling
+
 
 @triton.jit
 def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr):  # noqa: N803
@@ -199,10 +201,33 @@ def sample(logits: Tensor, temperature: Tensor, min_p: Tensor, seeds: Tensor, po
 
 
 @triton.jit
+def _mix(x):
+    """A 32-bit mixing function (two rounds of xor-shift and multiply); see `ops.coupling_noise`."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _coupling_noise(start, cols):
+    uniform = (_mix(start + cols.to(tl.uint32)) >> 8).to(tl.float32)
+    return -tl.log(-tl.log((uniform + 0.5) * 5.9604644775390625e-08))
+
+
+@triton.jit
 def _distance_loss(
-    draft, target, labels, weights, ce_out, l1_out, match_out, vocab, ce_weight, l1_weight, BLOCK: tl.constexpr  # noqa: N803
+    draft, target, labels, weights, ce_out, l1_out, match_out, coupled_out, agree_out, seed, first_row,
+    vocab, ce_weight, l1_weight, coupled_weight, coupled_heat, COUPLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    noise_start = _mix(tl.load(seed).to(tl.uint32) + (first_row + tl.program_id(0)).to(tl.uint32))
+    c_top = tl.full([BLOCK], -1e30, tl.float32)  # of draft + noise; its argmax is what the draft would draw
+    c_sum = tl.zeros([BLOCK], tl.float32)
+    c_at = tl.zeros([BLOCK], tl.int32)
+    y_top = tl.full([BLOCK], -1e30, tl.float32)  # of target + noise
+    y_at = tl.zeros([BLOCK], tl.int32)
     cols = tl.arange(0, BLOCK)
     ninf = -float("inf")
     z_top = tl.full([BLOCK], -1e30, tl.float32)
@@ -223,6 +248,16 @@ def _distance_loss(
         t_sum = t_sum * tl.exp(t_top - t_new) + tl.exp(t - t_new)
         t_at = tl.where(t > t_top, start + cols, t_at)
         t_top = t_new
+        if COUPLED:
+            noise = _coupling_noise(noise_start, start + cols)
+            c = z + noise
+            c_new = tl.maximum(c_top, c)
+            c_sum = c_sum * tl.exp((c_top - c_new) * coupled_heat) + tl.exp((c - c_new) * coupled_heat)
+            c_at = tl.where(c > c_top, start + cols, c_at)
+            c_top = c_new
+            y = t + noise
+            y_at = tl.where(y > y_top, start + cols, y_at)
+            y_top = tl.maximum(y_top, y)
     z_max = tl.max(z_top, 0)
     t_max = tl.max(t_top, 0)
     z_log = z_max + tl.log(tl.sum(z_sum * tl.exp(z_top - z_max), 0))
@@ -246,6 +281,16 @@ def _distance_loss(
     tl.store(ce_out + row, z_log - z_label)
     tl.store(l1_out + row, tl.sum(gap, 0))
     tl.store(match_out + row, tl.where(z_best == t_best, 1.0, 0.0))
+    drawn = 0
+    c_log = 0.0
+    if COUPLED:
+        c_max = tl.max(c_top, 0)
+        c_log = c_max * coupled_heat + tl.log(tl.sum(c_sum * tl.exp((c_top - c_max) * coupled_heat), 0))
+        drawn = tl.min(tl.where(y_top == tl.max(y_top, 0), y_at, vocab), 0)
+        guess = tl.min(tl.where(c_top == c_max, c_at, vocab), 0)
+        z_drawn = tl.load(draft + row * vocab + drawn).to(tl.float32) + _coupling_noise(noise_start, drawn)
+        tl.store(coupled_out + row, c_log - z_drawn * coupled_heat)
+        tl.store(agree_out + row, tl.where(guess == drawn, 1.0, 0.0))
     tl.debug_barrier()  # the gradient overwrites the logits: every read of z_label comes first
     for start in range(0, vocab, BLOCK):
         here = start + cols < vocab
@@ -255,16 +300,29 @@ def _distance_loss(
         p = tl.exp(t - t_log)
         side = tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
         grad = l1_weight * q * (side - lean_all) + ce_weight * (q - tl.where(start + cols == label, 1.0, 0.0))
+        if COUPLED:
+            share = tl.exp((z + _coupling_noise(noise_start, start + cols)) * coupled_heat - c_log)
+            grad += coupled_weight * coupled_heat * (share - tl.where(start + cols == drawn, 1.0, 0.0))
         tl.store(draft + row * vocab + start + cols, (weight * grad).to(draft.dtype.element_ty), mask=here)
 
 
 def distance_loss_(
-    draft: Tensor, target: Tensor, labels: Tensor, weights: Tensor, ce_weight: float, l1_weight: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    draft: Tensor,
+    target: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    ce_weight: float,
+    l1_weight: float,
+    coupling: Coupling | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See `ops.distance_loss_`, the twin."""
     rows, vocab = draft.shape
     ce, l1, match = (torch.empty(rows, dtype=torch.float32, device=draft.device) for _ in range(3))
+    coupled, agree = (None, None) if coupling is None else (torch.empty_like(ce), torch.empty_like(ce))
     _distance_loss[(rows,)](
-        draft, target, labels, weights, ce, l1, match, vocab, ce_weight, l1_weight, BLOCK=4096, num_warps=8
-    )
-    return ce, l1, match
+        draft, target, labels, weights, ce, l1, match, coupled, agree,
+        labels if coupling is None else coupling.seed, 0 if coupling is None else coupling.first_row,
+        vocab, ce_weight, l1_weight, 0.0 if coupling is None else coupling.weight,
+        1.0 if coupling is None else 1.0 / coupling.temperature, COUPLED=coupling is not None, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return ce, l1, match, coupled, agree

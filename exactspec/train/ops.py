@@ -5,6 +5,7 @@ All are free of gradients: the frozen target and the loss (whose gradient is wri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -81,15 +82,54 @@ def _gumbel(seed: int, position: int, vocab: int) -> Tensor:
     return -torch.log(torch.empty(vocab).exponential_(generator=generator))
 
 
+@dataclass(frozen=True)
+class Coupling:
+    """What Gumbel-coupled acceptance adds to the loss: draft and target draw with the same noise, and the draft's draw
+    should be the target's. `seed` [1] integer on the device; `first_row` numbers the first row of the call."""
+
+    weight: float
+    temperature: float
+    seed: Tensor
+    first_row: int = 0
+
+
+def coupling_noise(seed: Tensor, first_row: int, rows: int, vocab: int) -> Tensor:
+    """Gumbel noise [rows, vocab] float32 from a cheap hash: enough for a loss, not for sampling."""
+    numbers = torch.arange(first_row, first_row + rows, device=seed.device)
+    start = _mix((seed.long() + numbers) & _WORD)[:, None]
+    bits = _mix((start + torch.arange(vocab, device=seed.device)) & _WORD) >> 8
+    return -torch.log(-torch.log((bits.float() + 0.5) * 2.0**-24))
+
+
+_WORD = 2**32 - 1
+
+
+def _mix(x: Tensor) -> Tensor:
+    """int64 holding 32 bits -> the same, mixed."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
+    x = x ^ (x >> 15)
+    low, high = x & 0xFFFF, x >> 16  # the product of two words may not fit 63 bits
+    x = (low * 0x846CA68B + ((high * 0x846CA68B & 0xFFFF) << 16)) & _WORD
+    return x ^ (x >> 16)
+
+
 def distance_loss_(
-    draft: Tensor, target: Tensor, labels: Tensor, weights: Tensor, ce_weight: float, l1_weight: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    draft: Tensor,
+    target: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    ce_weight: float,
+    l1_weight: float,
+    coupling: Coupling | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Cross-entropy and L1 distance of each row, and the gradient of their weighted sum, written over `draft`.
 
     draft, target [N, V] logits; labels [N]; weights [N] float32. With q = softmax(draft), p = softmax(target):
-    ce = -log q[label]; l1 = sum |q - p| (twice the total variation, arXiv 2607.05147 section 3.3).
-    Returns ce, l1, match (1 where both have the same argmax), float32 [N]; `draft` then holds
-    weights * d(ce_weight * ce + l1_weight * l1) / d draft.
+    ce = -log q[label]; l1 = sum |q - p| (twice the total variation, arXiv 2607.05147 section 3.3). With `coupling`
+    also coupled = -log softmax((draft + g) / temperature)[argmax(target + g)] for Gumbel noise g, and agree: whether
+    draft + g has the same argmax, which is what coupled acceptance asks for.
+    Returns ce, l1, match (1 where both have the same argmax), coupled, agree (None without coupling), float32 [N];
+    `draft` then holds weights * d(ce_weight * ce + l1_weight * l1 + coupling.weight * coupled) / d draft.
     """
     log_q = draft.float().log_softmax(-1)
     q, p = log_q.exp(), target.float().log_softmax(-1).exp()  # alike, so that equal rows give no gradient
@@ -99,8 +139,18 @@ def distance_loss_(
     side = (q - p).sign()
     grad = l1_weight * q * (side - (side * q).sum(-1, keepdim=True)) + ce_weight * q
     grad.scatter_add_(1, labels.long()[:, None], torch.full_like(grad[:, :1], -ce_weight))
+    coupled = agree = None
+    if coupling is not None:
+        noise = coupling_noise(coupling.seed, coupling.first_row, *draft.shape)
+        guess, drawn = draft.float() + noise, (target.float() + noise).argmax(-1)
+        log_share = (guess / coupling.temperature).log_softmax(-1)
+        coupled = -log_share.gather(1, drawn[:, None])[:, 0]
+        agree = (guess.argmax(-1) == drawn).float()
+        pull = coupling.weight / coupling.temperature
+        grad += pull * log_share.exp()
+        grad.scatter_add_(1, drawn[:, None], torch.full_like(grad[:, :1], -pull))
     draft.copy_(grad * weights[:, None])
-    return ce, l1, match
+    return ce, l1, match, coupled, agree
 
 
 TORCH = SimpleNamespace(

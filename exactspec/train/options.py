@@ -23,6 +23,8 @@ class Recipe:
     ce_weight: float
     l1_weight: float
     confidence_weight: float
+    coupled_weight: float = 0.0  # of the chance that draws with common noise differ (`ops.distance_loss_`)
+    coupled_temperature: float = 0.7
     gamma: int = 7
     num_layers: int = 4
     target_layer_ids: tuple[int, ...] | None = None  # None: five, spread evenly, never the last

@@ -277,19 +277,22 @@ class _Window:
 
 
 def measures(results: list[tuple[Outcome, BlockBatch]], gamma: int, prefix: str) -> dict[str, Any]:
-    """tau_t1 (rejection sampling at temperature 1), tau_t0 (greedy, on teacher-forced text) and acceptance by
-    position, all conditional on the text that the target wrote."""
-    tau1, tau0, blocks_total = 0.0, 0.0, 0
+    """tau_t1 (rejection sampling at temperature 1), tau_t0 (greedy), tau_coupled (common noise at temperature 1, where
+    the recipe has a term for it) and acceptance by position, all conditional on the text that the target wrote."""
+    tau1, tau0, tau_coupled, blocks_total = 0.0, 0.0, 0.0, 0
     sums, counts = torch.zeros(gamma), torch.zeros(gamma)
     for outcome, blocks in results:
         weight = blocks.num_blocks
         one, zero = float(tau_of(blocks, outcome.accept, gamma)), float(tau_of(blocks, outcome.match, gamma))
         if math.isfinite(one):
             tau1, tau0, blocks_total = tau1 + weight * one, tau0 + weight * zero, blocks_total + weight
+            if outcome.agree is not None:
+                tau_coupled += weight * float(tau_of(blocks, outcome.agree, gamma))
         part_sums, part_counts = acceptance_by_position(blocks, outcome.accept, gamma)
         sums, counts = sums + part_sums.cpu(), counts + part_counts.cpu()
     return {
         f"{prefix}tau_t1": round(tau1 / max(blocks_total, 1), 4),
         f"{prefix}tau_t0": round(tau0 / max(blocks_total, 1), 4),
+        **({f"{prefix}tau_coupled": round(tau_coupled / max(blocks_total, 1), 4)} if tau_coupled else {}),
         f"{prefix}acceptance": [round(x, 4) for x in (sums / counts.clamp(min=1)).tolist()],
     }

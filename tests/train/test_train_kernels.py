@@ -45,11 +45,14 @@ vocab = 5000  # more than one block, the last one partial
 draft, target = torch.randn(3, vocab) * 2, torch.randn(3, vocab) * 2
 target[1] = draft[1]
 labels, weights = torch.tensor([0, 4999, 77]), torch.rand(3)
-a, b = draft.clone(), draft.clone()
-for one, two in zip(kernels.distance_loss_(a, target, labels, weights, 0.1, 0.9),
-                    ops.distance_loss_(b, target, labels, weights, 0.1, 0.9)):
-    near(one + 1, two + 1)
-near(a, b)
+for coupling in (None, ops.Coupling(0.4, 0.7, torch.tensor([123456789]), 5)):
+    a, b = draft.clone(), draft.clone()
+    for one, two in zip(kernels.distance_loss_(a, target, labels, weights, 0.1, 0.9, coupling),
+                        ops.distance_loss_(b, target, labels, weights, 0.1, 0.9, coupling)):
+        assert (one is None) == (two is None)
+        if one is not None:
+            near(one + 1, two + 1)
+    near(a, b)
 logits = torch.randn(4, vocab) * 3
 ints = lambda *values: torch.tensor(values, dtype=torch.int32)
 heat, least = torch.tensor([0.0, 1.0, 1.0, 0.7]), torch.tensor([0, 0, 1.0, 0])
@@ -93,9 +96,31 @@ def test_the_written_gradient_is_autograds():
     (weights * (0.3 * ce + 0.7 * l1)).sum().backward()
     written = logits.clone()
     ours = ops.distance_loss_(written, target, labels, weights, 0.3, 0.7)
+    assert ours[3:] == (None, None)
     torch.testing.assert_close(written, free.grad, atol=1e-6, rtol=1e-4)
     torch.testing.assert_close(ours[0].double(), ce.detach(), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(ours[1].double(), l1.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_the_coupled_gradient_is_autograds_and_its_noise_is_gumbels():
+    torch.manual_seed(0)
+    logits, target = torch.randn(7, 30), torch.randn(7, 30)
+    labels, weights = torch.randint(0, 30, (7,)), torch.rand(7)
+    coupling = ops.Coupling(0.4, 0.7, torch.tensor([11]), 3)
+    noise = ops.coupling_noise(coupling.seed, 3, 7, 30)
+    drawn = (target + noise).argmax(-1)
+    free = logits.clone().requires_grad_()
+    coupled = torch.nn.functional.cross_entropy((free + noise) / 0.7, drawn, reduction="none")
+    (0.4 * weights * coupled).sum().backward()
+    written = logits.clone()
+    ours = ops.distance_loss_(written, target, labels, weights, 0.0, 0.0, coupling)
+    torch.testing.assert_close(written, free.grad, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(ours[3], coupled.detach(), atol=1e-5, rtol=1e-4)
+    assert ours[4].tolist() == ((logits + noise).argmax(-1) == drawn).float().tolist()
+    many = ops.coupling_noise(torch.tensor([5]), 0, 50, 4000).flatten()
+    for point in (-1.0, 0.0, 1.0, 3.0):  # 200,000 draws: 5 standard errors are 0.006
+        wanted = torch.tensor(-point).exp().neg().exp()
+        assert abs((many <= point).float().mean() - wanted) < 0.006
 
 
 def test_sampling_follows_temperature_and_min_p():
