@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from exactspec.backend.parallel import Parallel
 from exactspec.types import ForwardBatch
 
 
@@ -101,6 +102,7 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
+    parallel: Parallel  # this process's rank; specs and layers given to a backend are one rank's share
 
     def make_pool(self, spec: StackSpec, num_slots: int, dtype: torch.dtype) -> KVPool: ...
 

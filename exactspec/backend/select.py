@@ -8,6 +8,7 @@ import os
 import torch
 
 from exactspec.backend.base import Backend
+from exactspec.backend.parallel import SINGLE, Parallel
 from exactspec.errors import ConfigError, DeviceError
 
 logger = logging.getLogger(__name__)
@@ -15,8 +16,13 @@ logger = logging.getLogger(__name__)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def select_backend(device: str = "auto", dtype: str | torch.dtype = "auto", numerics: str = "exact") -> Backend:
+def select_backend(
+    device: str = "auto", dtype: str | torch.dtype = "auto", numerics: str = "exact", parallel: Parallel = SINGLE
+) -> Backend:
     """The backend for "cpu", "cuda" (or "cuda:1") or "auto" (CUDA if there is one).
+
+    Of several ranks each takes the CUDA device of its number, or, on the CPU, the plain-torch backend (the native one
+    runs all layers in one call and has no place to join parts).
 
     EXACTSPEC_BACKEND=torch forces the plain-torch backend on any device. Raises DeviceError when the device is
     not there and ConfigError for unknown names; a device is never replaced by another.
@@ -24,6 +30,8 @@ def select_backend(device: str = "auto", dtype: str | torch.dtype = "auto", nume
     if numerics not in ("exact", "fast"):
         raise ConfigError(f"numerics must be exact or fast, got {numerics!r}")
     kind = torch.device(resolve_device(device))
+    if parallel.size > 1:
+        return _parallel_backend(kind, numerics, parallel)
     forced = os.environ.get("EXACTSPEC_BACKEND", "")
     if forced not in ("", "torch", "native"):
         raise ConfigError(f"EXACTSPEC_BACKEND must be torch or native, got {forced!r}")
@@ -34,6 +42,20 @@ def select_backend(device: str = "auto", dtype: str | torch.dtype = "auto", nume
     from exactspec.backend.cuda.backend import CudaBackend
 
     backend: Backend = CudaBackend(device=kind, numerics=numerics)
+    return backend
+
+
+def _parallel_backend(kind: torch.device, numerics: str, parallel: Parallel) -> Backend:
+    if kind.type == "cpu":
+        return _torch_backend(kind, numerics, parallel)
+    if kind.index is not None:
+        raise ConfigError(f"device: give cuda without a number with tensor_parallel, got {kind}")
+    count = torch.cuda.device_count()
+    if count < parallel.size:
+        raise DeviceError(f"tensor_parallel: {parallel.size} ranks need as many CUDA devices, torch sees {count}")
+    from exactspec.backend.cuda.backend import CudaBackend
+
+    backend: Backend = CudaBackend(torch.device("cuda", parallel.rank), numerics, parallel)
     return backend
 
 
@@ -58,10 +80,10 @@ def _is_float16(dtype: str | torch.dtype) -> bool:
     return dtype in ("float16", torch.float16)
 
 
-def _torch_backend(device: torch.device, numerics: str) -> Backend:
+def _torch_backend(device: torch.device, numerics: str, parallel: Parallel = SINGLE) -> Backend:
     from exactspec.backend.torch_ref.backend import TorchBackend
 
-    backend: Backend = TorchBackend(device=device, numerics="exact" if numerics == "exact" else "fast")
+    backend: Backend = TorchBackend(device, "exact" if numerics == "exact" else "fast", parallel)
     return backend
 
 

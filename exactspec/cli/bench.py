@@ -46,6 +46,7 @@ def bench(
     dtype: opt.Dtype = "auto",
     numerics: opt.Numerics = "exact",
     acceptance: opt.Acceptance = "coupled",
+    random_weights: opt.RandomWeights = None,
 ) -> None:
     """Compare decoders on the same prompts, prompt by prompt in turns. Accept length includes the bonus token;
     ratios are to plain decoding, with quartiles over prompts."""
@@ -60,6 +61,7 @@ def bench(
     from exactspec.model.target import TargetModel
 
     console = Console()
+    model = model if random_weights is None else f"random:{random_weights}"
     backend = select_backend(device, dtype, numerics)
     target = TargetModel(backend, load_target(model, dtype=dtype, device=backend.device))
     facts = _floor(target, console) if steps else {}

@@ -14,7 +14,7 @@ from exactspec.cli import options as opt
 
 def generate(
     model: opt.Model,
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from standard input.")] = None,
     draft: opt.Draft = "none",
     chat: Annotated[
         bool, typer.Option("--chat/--raw", help="Render with the chat template, or take the text as it is.")
@@ -42,8 +42,14 @@ def generate(
     gamma: opt.Gamma = None,
     context_length: opt.ContextLength = None,
     kv_tokens: opt.KvTokens = None,
+    random_weights: opt.RandomWeights = None,
+    tp_size: opt.TpSize = 1,
 ) -> None:
     """Continue a prompt. The answer is the same with and without --draft; only the time differs."""
+    if random_weights is not None:  # no model is named: the first word is the prompt
+        model, prompt = f"random:{random_weights}", model if prompt is None else prompt
+    if prompt is None:
+        raise typer.BadParameter("give a model and a prompt")
     from exactspec.engine.llm import LLM
     from exactspec.types import SamplingParams
 
@@ -73,6 +79,7 @@ def generate(
         gamma=gamma,
         context_length=context_length,
         kv_tokens=kv_tokens,
+        tensor_parallel=tp_size,
     )
     ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
     if as_json or n > 1 or prompt_logprobs is not None:

@@ -18,6 +18,20 @@ Acceptance = Annotated[
 ]
 Gamma = Annotated[int | None, typer.Option("--gamma", help="Most draft tokens a round [default: the draft's own].")]
 ContextLength = Annotated[int | None, typer.Option("--context-length", help="Tokens [default: the model's own].")]
+RandomWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--random-weights",
+        help="Instead of a model: random weights in the shape of qwen3-8b, qwen3-4b, llama-3.1-8b, smollm2-135m or of "
+        "a config.json (file or folder). For speed measurements; --draft random goes with it.",
+    ),
+]
+TpSize = Annotated[
+    int,
+    typer.Option(
+        "--tp-size", "--tp", "--tensor-parallel-size", help="Processes (on CUDA, devices) that share the layers."
+    ),
+]
 KvTokens = Annotated[
     int | None, typer.Option("--kv-tokens", help="K/V pool size in tokens [default: from free memory].")
 ]

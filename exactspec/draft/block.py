@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from exactspec.backend.parallel import head_linear, shard_layer, shard_spec
 from exactspec.draft.base import DraftBatch, Drafter
 from exactspec.draft.block_model import BlockModel
 from exactspec.draft.draw import BlockDrawer, OutputHead, Rows, backend_noise, make_plan
@@ -48,10 +49,12 @@ class BlockDrafter(Drafter):
         self.capture_layers = config.target_layer_ids
         self.num_rows = self.gamma if config.sample_from_anchor else self.gamma + 1
         device, dtype = self.backend.device, target.dtype
-        spec = model.stack_spec()
+        whole, parallel = model.stack_spec(), self.backend.parallel
+        spec = shard_spec(whole, parallel, "draft")
         num_positions = target.config.context_length + max(ROPE_SLACK, self.num_rows)
         rope = model.rope_table(num_positions, device)
-        self.stack = self.backend.make_stack(spec, model.layer_weights(dtype), [rope])
+        layers = [shard_layer(layer, whole, parallel) for layer in model.layer_weights(dtype)]
+        self.stack = self.backend.make_stack(spec, layers, [rope])
         self.pool = self.backend.make_pool(spec, num_slots, dtype)
         self._fc = self.backend.make_linear(model.fc.weight.detach().to(device, dtype))
         self._hidden_norm = model.hidden_norm.weight.detach().to(device, torch.float32)
@@ -136,7 +139,7 @@ def _output_heads(
     w2 = None if model.markov_head is None else model.markov_head.markov_w2.weight.detach().to(device, dtype)
     lm_head: Rows = target.logits
     if model.lm_head is not None:
-        lm_head = backend.make_linear(model.lm_head.weight.detach().to(device, dtype))
+        lm_head = head_linear(backend, model.lm_head.weight.detach().to(device, dtype))
     whole = OutputHead(lm_head, None if w2 is None else backend.make_linear(w2))
     if short_vocab is None:
         return whole, whole

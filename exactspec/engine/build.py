@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from exactspec.backend.parallel import SINGLE, Parallel
 from exactspec.backend.select import select_backend
 from exactspec.draft.base import Drafter
 from exactspec.draft.factory import make_drafter
@@ -21,16 +24,34 @@ MOST_DEFAULT_KV_TOKENS = 65536
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Raises ConfigError, CheckpointError or DeviceError when the parts do not fit; nothing is substituted silently."""
-    backend = select_backend(config.device, config.dtype, config.numerics)
-    loaded = load_target(config.model, dtype=config.dtype, context_length=config.context_length, device=backend.device)
+    """Raises ConfigError, CheckpointError or DeviceError when the parts do not fit; nothing is substituted silently.
+
+    With tensor_parallel over 1 the other ranks are processes of their own, which `Engine.close` ends.
+    """
+    if config.tensor_parallel > 1:
+        from exactspec.engine.ranks import launch
+
+        return launch(config, build_rank)
+    return build_rank(config)
+
+
+def build_rank(
+    config: EngineConfig, parallel: Parallel = SINGLE, make_engine: Callable[..., Engine] = Engine
+) -> Engine:
+    """The engine of one rank; `make_engine` has the arguments of Engine."""
+    backend = select_backend(config.device, config.dtype, config.numerics, parallel)
+    loaded = load_target(
+        config.model, dtype=config.dtype, context_length=config.context_length, device=backend.device, parallel=parallel
+    )
     target = TargetModel(backend, loaded)
     loaded.release_layers()
-    kv_tokens = config.kv_tokens or default_kv_tokens(target)
-    return assemble(config, target, -(-kv_tokens // config.page_size))
+    kv_tokens = config.kv_tokens or parallel.least(default_kv_tokens(target))
+    return assemble(config, target, -(-kv_tokens // config.page_size), make_engine)
 
 
-def assemble(config: EngineConfig, target: TargetModel, num_pages: int) -> Engine:
+def assemble(
+    config: EngineConfig, target: TargetModel, num_pages: int, make_engine: Callable[..., Engine] = Engine
+) -> Engine:
     """An engine around a target that is loaded already (several engines may share one)."""
     num_slots = num_pages * config.page_size
     drafter = make_drafter(
@@ -43,7 +64,7 @@ def assemble(config: EngineConfig, target: TargetModel, num_pages: int) -> Engin
     )
     if num_slots < drafter.gamma + 2:
         raise ConfigError(f"kv_tokens: {num_slots} cannot hold one block of {drafter.gamma + 1} rows")
-    return Engine(config, target, drafter, num_pages, make_policy(config, target, drafter, num_pages))
+    return make_engine(config, target, drafter, num_pages, make_policy(config, target, drafter, num_pages))
 
 
 def make_policy(config: EngineConfig, target: TargetModel, drafter: Drafter, num_pages: int) -> VerifyPolicy:

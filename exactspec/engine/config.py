@@ -18,7 +18,9 @@ class EngineConfig:
     the draft's
     confidence decide how many drafts are verified; it never changes a token. `simulate_accept_length` is for
     benchmarks: rounds accept as
-    if the draft had this mean (bonus included); the tokens are then meaningless.
+    if the draft had this mean (bonus included); the tokens are then meaningless. `overlap`: where the device
+    allows it, launch the next round before the present one is read; same outputs. `tensor_parallel`: processes
+    (on CUDA, devices) that share the model's layers.
     """
 
     model: str
@@ -40,6 +42,7 @@ class EngineConfig:
     simulate_accept_length: float | None = None
     seed: int = 0
 
+    tensor_parallel: int = 1
     def __post_init__(self) -> None:
         choices: dict[str, tuple[str, ...]] = {
             "acceptance": ("coupled", "rejection"),
@@ -50,7 +53,7 @@ class EngineConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        for name in ("max_running_requests", "max_waiting_requests", "page_size", "prefill_chunk"):
+        for name in ("max_running_requests", "max_waiting_requests", "page_size", "prefill_chunk", "tensor_parallel"):
             _check_count(name, getattr(self, name))
         for name in ("gamma", "kv_tokens", "context_length"):
             if getattr(self, name) is not None:

@@ -23,7 +23,7 @@ from exactspec.sampling.adjust import OutputHistory
 from exactspec.sampling.sampler import Sampler, sampling_support
 from exactspec.scheduler.scheduler import Scheduler
 from exactspec.text.stops import StopChecker, check_stops
-from exactspec.types import FinishReason, Request, RunningRequest, StepOutput, TokenSource
+from exactspec.types import FinishReason, Request, RunningRequest, SamplingParams, StepOutput, TokenSource
 from exactspec.verify.accept import AcceptResult
 
 
@@ -93,7 +93,7 @@ class Engine:
         running = RunningRequest(request, list(request.prompt_ids), max_tokens=max_total_tokens(request, self.limits))
         params = request.params
         if params.stop or params.stop_regex:
-            running.stop_checker = StopChecker(self.target.tokenizer, params)
+            running.stop_checker = self.make_stop_checker(params)
         if params.has_penalties:
             running.history = OutputHistory()
         if needs_grammar(params):
@@ -102,6 +102,9 @@ class Engine:
 
     def abort(self, request_id: str, message: str = "Aborted") -> bool:
         """Ends a request now; its last output comes with the next step. False if there is none of that id."""
+    def make_stop_checker(self, params: SamplingParams) -> StopChecker:
+        return StopChecker(self.target.tokenizer, params)
+
         request = self.scheduler.abort(request_id)
         if request is None:
             return False
@@ -129,6 +132,10 @@ class Engine:
     # ---- the step ------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
+    def close(self) -> None:
+        """Ends what the engine keeps running outside this process: other ranks, if any. It takes no requests after."""
+        return None
+
         """Runs one step over all requests; returns what it adds to each, ends included."""
         outputs, self._ended = self._ended, []
         plan = self.scheduler.schedule()

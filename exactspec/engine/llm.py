@@ -147,6 +147,10 @@ class LLM:
                 numbers[output.request_id],
             )
 
+    def close(self) -> None:
+        """Ends the other processes of tensor_parallel; without it they end with this process."""
+        self.engine.close()
+
     def _queue(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> dict[str, _Pending]:

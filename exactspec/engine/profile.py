@@ -49,6 +49,8 @@ def load_or_measure(
     folder = cache_folder() / "sps"
     step_key = _key(target, "step")
     draft_key = _key(target, f"draft {draft_name} gamma {drafter.gamma}")
+    if target.backend.parallel.size > 1:
+        return _measure_together(target, drafter, max_requests, step_key, draft_key)
     step = _load(folder, step_key)
     draft = _load(folder, draft_key) if drafter.capture_layers else None
     if step is not None and (draft is not None or not drafter.capture_layers):
@@ -63,6 +65,20 @@ def load_or_measure(
         draft = SpsTable.from_measurements(draft_key, counts, measure_steps(bench.draft, counts, repeats=3))
         draft.save(_path(folder, draft_key))
     return StepCosts(step, draft)
+
+
+def _measure_together(
+    target: TargetModel, drafter: Drafter, max_requests: int, step_key: SpsKey, draft_key: SpsKey
+) -> StepCosts:
+    """Ranks measure in step, at every start, and all plan with rank 0's curves: equal plans need equal numbers."""
+    bench, parallel = _Bench(target, drafter, min(max_requests, DRAFT_REQUESTS[-1])), target.backend.parallel
+    seconds = parallel.from_first(measure_steps(bench.step, STEP_ROWS, repeats=3))
+    step = SpsTable.from_measurements(step_key, STEP_ROWS, seconds)
+    if not drafter.capture_layers:
+        return StepCosts(step, None)
+    counts = [count for count in DRAFT_REQUESTS if count <= bench.max_requests]
+    seconds = parallel.from_first(measure_steps(bench.draft, counts, repeats=3))
+    return StepCosts(step, SpsTable.from_measurements(draft_key, counts, seconds))
 
 
 def _key(target: TargetModel, what: str) -> SpsKey:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from exactspec.backend.base import LayerWeights
+from exactspec.backend.parallel import SINGLE, Parallel, shard_layer, shard_spec
 from exactspec.errors import CheckpointError, ConfigError
 from exactspec.model.checkpoint import Checkpoint, check_tensors, tensor_shapes
 from exactspec.model.config import ModelConfig, from_hf_config
 from exactspec.model.hub import resolve_model
 from exactspec.model.progress import LoadProgress
-from exactspec.model.random_weights import byte_tokenizer, random_target
+from exactspec.model.random_weights import byte_tokenizer, random_target, shape_config
 from exactspec.model.rope import RopeSpec
 from exactspec.model.weights import LoadedTarget, ModelWeights
 from exactspec.text.tokenizer import Tokenizer
@@ -30,12 +31,14 @@ def load_target(
     dtype: str | torch.dtype = "auto",
     context_length: int | None = None,
     device: str | torch.device = "cpu",
+    parallel: Parallel = SINGLE,
 ) -> LoadedTarget:
     """Loads a target from a folder of safetensors, a GGUF file, a hub id or an alias; "random:SHAPE" makes one of a
     published shape (model/random_weights.py) for speed measurements.
 
     dtype "auto" keeps the checkpoint's float type (a quantised GGUF becomes bfloat16). `context_length` may shorten
-    the model's context. Weights arrive on `device`, in the dtype asked for; norms and biases in float32.
+    the model's context. Weights arrive on `device`, in the dtype asked for; norms and biases in float32. Of several
+    ranks each keeps its part of the layers: files are mapped, so little more is read.
     Raises CheckpointError (or UnsupportedModelError) naming tensor, field or file, and ConfigError for bad arguments.
     """
     wanted = _dtype(dtype)
@@ -46,13 +49,16 @@ def load_target(
     check_tensors(config, checkpoint)
     tokenizer = _tokenizer(checkpoint)
     _check_vocabulary(tokenizer, config, checkpoint)
-    weights = _read_weights(config, checkpoint, wanted or checkpoint.float_dtype, torch.device(device))
+    shard_spec(config.stack_spec(), parallel)  # refuses what does not divide, before anything is read
+    weights = _read_weights(config, checkpoint, wanted or checkpoint.float_dtype, torch.device(device), parallel)
     defaults = {k: checkpoint.generation[k] for k in _GENERATION_FIELDS if checkpoint.generation.get(k) is not None}
-    return LoadedTarget(model, config, weights, tokenizer, tokenizer.eos_ids, defaults, checkpoint.where)
+    return LoadedTarget(model, config, weights, tokenizer, tokenizer.eos_ids, defaults, checkpoint.where, parallel.size)
 
 
 def load_config(model: str, context_length: int | None = None) -> ModelConfig:
     """The config alone: no weights are read (their headers are)."""
+    if model.startswith(RANDOM):
+        return shape_config(model.removeprefix(RANDOM), context_length)
     return _config(open_checkpoint(model), context_length)
 
 
@@ -133,15 +139,27 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, checkpoint: Che
 
 
 def _read_weights(
-    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, parallel: Parallel
 ) -> ModelWeights:
     with LoadProgress(f"Loading {Path(checkpoint.where).name}", len(tensor_shapes(config))) as progress:
         reader = _WeightReader(config, checkpoint, dtype, device, progress)
         embed = reader.matrix("model.embed_tokens")
-        layers = [reader.layer(i) for i in range(config.num_layers)]
+        if parallel.size > 1:
+            reader.device = torch.device("cpu")  # whole layers, of which one part goes to the device
+        layers = [_part(reader.layer(i), config, parallel, device) for i in range(config.num_layers)]
+        reader.device = device
         final_norm = reader.norm("model.norm")
         lm_head = embed if config.tied else reader.matrix("lm_head")
         return ModelWeights(embed, layers, final_norm, lm_head)
+
+
+def _part(layer: LayerWeights, config: ModelConfig, parallel: Parallel, device: torch.device) -> LayerWeights:
+    if parallel.size == 1:
+        return layer
+    part = shard_layer(layer, config.stack_spec(), parallel)
+    tensors: dict[str, Any] = {f.name: getattr(part, f.name) for f in fields(part)}
+    moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in tensors.items()}
+    return LayerWeights(**moved)
 
 
 class _WeightReader:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from exactspec.backend.base import Backend, KVPool, LayerWeights
+from exactspec.backend.parallel import head_linear, shard_layer, shard_spec
 from exactspec.errors import CheckpointError
 from exactspec.model.weights import LoadedTarget
 from exactspec.types import ForwardBatch
@@ -19,7 +20,8 @@ class TargetModel:
     """One forward for prefill chunks, single rows and verify blocks; it knows nothing of requests.
 
     The layers live in the backend's packed form alone: call `loaded.release_layers()` after building to free the
-    other copy. A tied embedding may be held twice (rows for look-up, packed for the head).
+    other copy. A tied embedding may be held twice (rows for look-up, packed for the head). Of several ranks
+    (backend.parallel) each builds its share; their forwards run together and give every rank the same rows.
     """
 
     def __init__(self, backend: Backend, loaded: LoadedTarget) -> None:
@@ -36,14 +38,18 @@ class TargetModel:
         self.eos_ids = loaded.eos_ids
         self.generation_defaults = loaded.generation_defaults
         self.dtype = loaded.dtype
-        self.spec = loaded.config.stack_spec()
+        whole = loaded.config.stack_spec()
+        self.spec = shard_spec(whole, backend.parallel)  # this rank's share
         self._embed = weights.embed.to(backend.device)
         # Gemma was trained with the scale rounded to the weights' dtype
         self._embed_scale = torch.tensor(loaded.config.embed_scale, dtype=self.dtype).item()
         self._final_norm = weights.final_norm.to(backend.device)
-        layers = [_on_device(layer, backend.device) for layer in weights.layers]
+        layers = weights.layers
+        if loaded.num_shards != backend.parallel.size:
+            layers = [shard_layer(layer, whole, backend.parallel) for layer in layers]
+        layers = [_on_device(layer, backend.device) for layer in layers]
         self.stack = backend.make_stack(self.spec, layers, loaded.config.rope_tables(backend.device))
-        self.lm_head = backend.make_linear(self._embed if loaded.config.tied else weights.lm_head.to(backend.device))
+        self.lm_head = head_linear(backend, self._embed if loaded.config.tied else weights.lm_head.to(backend.device))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] int64 -> [T, H] float32, scaled where the family does so."""

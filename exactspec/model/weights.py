@@ -44,6 +44,7 @@ class LoadedTarget:
     eos_ids: frozenset[int]
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     source: str = ""  # file or folder that was read
+    num_shards: int = 1  # over 1: `weights.layers` are one rank's parts (backend/parallel.py)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -30,6 +30,9 @@ class ServeOptions:
     allow_origin: str = _option("", "web origin whose pages may call this server (for the comparing page)")
     api_key: str = _option("", "clients must send it as a bearer token")
     device: str = _option("auto", "auto, cpu or cuda")
+    tp_size: int = _option(
+        1, "processes (on CUDA, devices) that share the layers", also=("--tp", "--tensor-parallel-size")
+    )
     dtype: str = _option("auto", "auto, bfloat16, float16 or float32")
     numerics: str = _option("exact", "exact (bits never depend on the batch) or fast")
     draft: str = _option("", "none, ngram, dflash, dspark, or a draft checkpoint folder")
@@ -126,6 +129,7 @@ class ServeOptions:
 
 # SGLang flags that change nothing about the answers here: accepted so that a launch line works as it is
 HARMLESS_WITH_VALUE = (
+            "tensor_parallel": self.tp_size,
     "attention-backend", "sampling-backend", "grammar-backend", "mem-fraction-static", "cuda-graph-max-bs",
     "schedule-policy", "schedule-conservativeness", "watchdog-timeout", "tokenizer-mode", "load-format",
     "speculative-attention-mode", "speculative-eagle-topk", "speculative-num-steps", "decode-log-interval",
@@ -136,7 +140,7 @@ HARMLESS_SWITCHES = (
     "log-requests", "enable-deterministic-inference", "disable-outlines-disk-cache", "disable-custom-all-reduce",
     "enable-request-time-stats-logging",
 )  # fmt: skip
-ONLY_ONE = ("tp-size", "tensor-parallel-size", "dp-size", "pp-size", "nnodes")  # one device serves
+ONLY_ONE = ("dp-size", "pp-size", "nnodes")  # one engine on one machine serves
 
 
 def parser() -> argparse.ArgumentParser:
@@ -147,6 +151,11 @@ def parser() -> argparse.ArgumentParser:
         if option.metadata["kind"] is bool:
             result.add_argument(*flags, dest=option.name, action="store_true", help=option.metadata["help"])
         else:
+    result.add_argument(
+        "--random-weights", default=None, metavar="CONFIG",
+        help="instead of a model: random weights in the shape of qwen3-8b, qwen3-4b, llama-3.1-8b, smollm2-135m or of "
+        "a config.json, for speed measurements (--draft random goes with it)",
+    )  # fmt: skip
             result.add_argument(
                 *flags, dest=option.name, type=option.metadata["kind"], default=option.default,
                 help=f"{option.metadata['help']} (default: {option.default!r})",
@@ -171,3 +180,8 @@ def parse(argv: Sequence[str]) -> ServeOptions:
     if positional:
         values["model_path"] = positional
     return ServeOptions(**values)
+    random_weights = values.pop("random_weights")
+    if random_weights is not None:
+        if values["model_path"]:
+            raise ConfigError("random_weights: stands instead of a model; give one of the two")
+        values["model_path"] = f"random:{random_weights}"

@@ -46,6 +46,17 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_parts_of_ranks_are_added_in_rank_order(with_residual: bool) -> None:
+    parts, residual = randn(3, 5, 72, seed=1), randn(5, 72, seed=2) if with_residual else None
+    want = twins.add_parts(parts, residual)
+    out = torch.full((5, 72), float("nan"), device=DEVICE) if residual is None else residual
+    wide = torch.full((5, 144), float("nan"), device=DEVICE)
+    elementwise.add_parts(parts, residual, out, wide[:, 72:])
+    assert torch.equal(out, want)
+    assert torch.equal(wide[:, 72:], want)
+
+
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
     ("activation", "name"), [(gemm.PLAIN, "none"), (gemm.SILU_MUL, "silu"), (gemm.GELU_MUL, "gelu_tanh")]

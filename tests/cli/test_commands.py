@@ -111,3 +111,13 @@ def test_a_bad_line_in_a_file_is_named(tiny_folder, tmp_path: Path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "fine"}\n{"nothing": 1}\n')
     assert "line 2" in exactspec("score", str(tiny_folder), str(file), status=2)
+
+
+def test_random_weights_stand_instead_of_a_model(tiny_folder):
+    """The shape of a folder's config, no weights read; the only word left is the prompt."""
+    line = exactspec(
+        "generate", "hello", "--random-weights", str(tiny_folder), "--draft", "random", "--json", "--raw",
+        "--max-new-tokens", "4", "--device", "cpu",
+    )  # fmt: skip
+    assert len(json.loads(line)["token_ids"]) <= 4
+    assert "random weights" in exactspec("generate", "hi", "--random-weights", "no-such-shape", status=2)

@@ -148,11 +148,24 @@ def test_an_sglang_launch_line_works_as_it_is() -> None:
     assert parse(["m", "--speculative-algorithm", "NGRAM"]).engine_settings()["draft"] == "ngram"
     assert parse(["m"]).engine_settings()["draft"] is None
     assert parse(["m"]).host == "127.0.0.1"
+    assert not parse(["m"]).counts_rounds
+    for flags in (["--draft", "none"], ["--draft", "ngram"], ["--speculative-algorithm", "DFLASH"]):
+        assert parse(["m", *flags]).counts_rounds
+    assert parse(["m", "--draft", "none"]).engine_settings()["draft"] is None
+
+
+def test_ranks_and_random_weights_reach_the_engine() -> None:
+    for flag in ("--tp", "--tp-size", "--tensor-parallel-size"):
+        assert parse(["m", flag, "2"]).engine_settings()["tensor_parallel"] == 2
+    options = parse(["--random-weights", "qwen3-8b", "--draft", "random"])
+    assert options.engine_settings()["model"] == "random:qwen3-8b"
+    with pytest.raises(ConfigError, match="random_weights"):
+        parse(["m", "--random-weights", "qwen3-8b"])
 
 
 def test_options_that_contradict_are_refused_by_name() -> None:
     for argv, word in (
-        (["m", "--tp-size", "2"], "tp-size"),
+        (["m", "--dp-size", "2"], "dp-size"),
         ([], "model_path"),
         (["m", "--gamma", "3", "--speculative-num-draft-tokens", "4"], "gamma"),
         (["m", "--draft", "ngram", "--speculative-algorithm", "NGRAM"], "draft"),

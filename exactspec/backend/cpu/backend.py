@@ -12,6 +12,7 @@ from torch import Tensor
 from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
 from exactspec.backend.cpu.native import Arena, check, default_threads, library, rows_of, strided_rows
 from exactspec.backend.cpu.stack import CpuStack
+from exactspec.backend.parallel import SINGLE
 from exactspec.errors import ConfigError, RequestError
 
 CACHE_LINE = 64
@@ -47,6 +48,7 @@ class CpuBackend:
     """Implements backend.base.Backend. `num_threads` None: see native.default_threads."""
 
     name = "cpu"
+    parallel = SINGLE  # one native call runs all layers: nowhere to join parts
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.device = torch.device("cpu")

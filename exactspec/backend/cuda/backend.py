@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from exactspec.backend.cuda import sampling
 from exactspec.backend.cuda.elementwise import rms_norm
 from exactspec.backend.cuda.linear import CudaLinear
 from exactspec.backend.cuda.stack import CudaStack
+from exactspec.backend.parallel import SINGLE, Parallel, VocabularyLinear
 from exactspec.errors import ConfigError, DeviceError
 
 TOPK_BLOCK = 64  # entries whose maximum stands for them in a first look
@@ -27,8 +28,12 @@ class CudaBackend:
     """
 
     name = "cuda"
+    most_scored = scores.MOST_TOP
+    parallel = SINGLE
 
-    def __init__(self, device: str | torch.device = "cuda", numerics: str = "exact") -> None:
+    def __init__(
+        self, device: str | torch.device = "cuda", numerics: str = "exact", parallel: Parallel = SINGLE
+    ) -> None:
         if numerics not in ("exact", "fast"):
             raise ConfigError(f"numerics must be exact or fast, got {numerics!r}")
         self.device = torch.device(device)
@@ -45,7 +50,9 @@ class CudaBackend:
         self.numerics = numerics
         self.exact = numerics == "exact"
         self.num_sms = properties.multi_processor_count
-        self.pdl = properties.major >= 9 and os.environ.get("EXACTSPEC_PDL", "1") != "0"
+        self.parallel = parallel
+        # a collective between two kernels is no launch of ours: early starts would have to know it
+        self.pdl = properties.major >= 9 and os.environ.get("EXACTSPEC_PDL", "1") != "0" and parallel.size == 1
 
     def make_pool(self, spec: StackSpec, num_slots: int, dtype: torch.dtype) -> KVPool:
         shape = (spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim)
@@ -60,7 +67,7 @@ class CudaBackend:
     def make_stack(self, spec: StackSpec, layers: list[LayerWeights], ropes: list[RopeTable]) -> CudaStack:
         layers = [_moved(layer, self.device) for layer in layers]
         ropes = [RopeTable(rope.cos.to(self.device), rope.sin.to(self.device)) for rope in ropes]
-        return CudaStack(spec, layers, ropes, self.exact, self.pdl, self.num_sms)
+        return CudaStack(spec, layers, ropes, self.exact, self.pdl, self.num_sms, self.parallel)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
@@ -105,11 +112,12 @@ class CudaBackend:
         chosen = _greatest(members, ids, k)
         return logits.gather(1, chosen), chosen
 
-    def self_check(self, *stacks_and_linears: CudaStack | CudaLinear) -> None:
+    def self_check(self, *stacks_and_linears: CudaStack | CudaLinear | VocabularyLinear) -> None:
         """Proves on this device that all GEMM tiles of the given weights' shapes agree; raises DeviceError if not."""
         seen: set[tuple[int, ...]] = set()
         for item in stacks_and_linears:
-            linears = [item] if isinstance(item, CudaLinear) else _linears(item)
+            whole = item.local if isinstance(item, VocabularyLinear) else item
+            linears = _linears(whole) if isinstance(whole, CudaStack) else [cast(CudaLinear, whole)]
             for linear in linears:
                 key = (*linear.weight.shape, linear.activation, linear.bias is not None)
                 if key not in seen:

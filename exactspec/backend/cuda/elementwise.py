@@ -77,6 +77,41 @@ def add_rms_norm(
 
 
 @triton.jit
+def _add_parts_kernel(
+    parts, part_stride, residual, out, copy, copy_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_COPY: tl.constexpr,
+):  # fmt: skip
+    """Program (row, block of columns): the parts in order, then the residual."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = cols < WIDTH
+    at = row * WIDTH + cols
+    total = tl.load(parts + at, mask=ok, other=0.0)
+    for i in tl.static_range(1, SIZE):
+        total += tl.load(parts + i * part_stride + at, mask=ok, other=0.0)
+    if HAS_RESIDUAL:
+        total = tl.load(residual + at, mask=ok, other=0.0) + total
+    tl.store(out + at, total, mask=ok)
+    if HAS_COPY:
+        tl.store(copy + row * copy_stride + cols, total, mask=ok)
+
+
+def add_parts(parts: Tensor, residual: Tensor | None, out: Tensor, copy: Tensor | None = None) -> Tensor:
+    """parts [ranks, M, H] float32 -> out [M, H] = residual + (parts[0] + parts[1] + ...), and once more into `copy`.
+
+    out may be residual. Twin: twins.add_parts.
+    """
+    size, rows, width = parts.shape
+    block = min(1024, next_power_of_2(width))
+    _add_parts_kernel[(rows, triton.cdiv(width, block))](
+        parts, parts.stride(0), out if residual is None else residual, out, out if copy is None else copy,
+        0 if copy is None else copy.stride(0), WIDTH=width, BLOCK=block, SIZE=size, HAS_RESIDUAL=residual is not None,
+        HAS_COPY=copy is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
 def _rope_kernel(
     qkv, qkv_stride, q_norm, k_norm, cos, sin, positions, slots, q_out, k_pool, v_pool, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -15,9 +15,10 @@ from torch import Tensor
 from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
 from exactspec.backend.cuda import gemm as g
 from exactspec.backend.cuda.attention import ROW_TILE, AttentionPlan, attention, make_plan
-from exactspec.backend.cuda.elementwise import add_rms_norm, rms_norm, rope_write
+from exactspec.backend.cuda.elementwise import add_parts, add_rms_norm, rms_norm, rope_write
 from exactspec.backend.cuda.launch import AFTER_WAIT, BEFORE_WAIT, OFF
 from exactspec.backend.cuda.linear import SMALL_ROWS, CudaLinear
+from exactspec.backend.parallel import SINGLE, Parallel
 from exactspec.errors import CheckpointError, UnsupportedModelError
 from exactspec.types import ForwardBatch
 
@@ -28,9 +29,16 @@ class CudaLayer:
     """One layer's packed weights. x is updated in place."""
 
     def __init__(
-        self, spec: StackSpec, weights: LayerWeights, index: int, exact: bool, pdl: bool, num_sms: int
+        self,
+        spec: StackSpec,
+        weights: LayerWeights,
+        index: int,
+        exact: bool,
+        pdl: bool,
+        num_sms: int,
+        parallel: Parallel = SINGLE,
     ) -> None:
-        self.spec, self.index = spec, index
+        self.spec, self.index, self.parallel = spec, index, parallel
         self.window = spec.windows[index]
         act = ACTIVATIONS[spec.activation]
         self.qkv = CudaLinear(weights.qkv, weights.qkv_bias, exact, pdl=pdl, num_sms=num_sms)
@@ -82,16 +90,37 @@ class CudaLayer:
         copy: Tensor | None,
         pdl: int,
     ) -> None:
+        if self.parallel.size > 1:
+            self._joined_branch(linear, rows, norm, residual, out, copy)
+            return
         if norm is None:
             linear.into(rows, out, residual, copy)
             return
         branch = linear.into(rows, torch.empty_like(out))
         add_rms_norm(branch, norm, self.spec.rms_eps, residual, out, copy, pdl)
 
+    def _joined_branch(
+        self, linear: CudaLinear, rows: Tensor, norm: Tensor | None, residual: Tensor, out: Tensor, copy: Tensor | None
+    ) -> None:
+        """The same where each rank has a part of the sum over the branch's inputs."""
+        parts = self.parallel.gather(linear.into(rows, torch.empty_like(out)))
+        if norm is None:
+            add_parts(parts, residual, out, copy)
+            return
+        branch = add_parts(parts, None, torch.empty_like(out))
+        add_rms_norm(branch, norm, self.spec.rms_eps, residual, out, copy)
+
 
 class CudaStack:
     def __init__(
-        self, spec: StackSpec, layers: list[LayerWeights], ropes: list[RopeTable], exact: bool, pdl: bool, num_sms: int
+        self,
+        spec: StackSpec,
+        layers: list[LayerWeights],
+        ropes: list[RopeTable],
+        exact: bool,
+        pdl: bool,
+        num_sms: int,
+        parallel: Parallel = SINGLE,
     ) -> None:
         if len(layers) != spec.num_layers:
             raise CheckpointError(f"{len(layers)} layers given, expected {spec.num_layers}")
@@ -103,7 +132,7 @@ class CudaStack:
                 f"attention with {spec.num_heads} heads over {spec.num_kv_heads} of width {spec.head_dim} has no kernel"
             )
         self.spec, self.ropes, self.pdl, self.num_sms = spec, ropes, pdl, num_sms
-        self.layers = [CudaLayer(spec, weights, i, exact, pdl, num_sms) for i, weights in enumerate(layers)]
+        self.layers = [CudaLayer(spec, weights, i, exact, pdl, num_sms, parallel) for i, weights in enumerate(layers)]
 
     def forward(
         self, x: Tensor, batch: ForwardBatch, pool: KVPool, capture: Sequence[int] = ()

@@ -31,6 +31,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
+def add_parts(parts: Tensor, residual: Tensor | None) -> Tensor:
+    """parts [ranks, M, H] -> [M, H], in rank order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total if residual is None else residual + total
+
+
 def rope_write(
     qkv: Tensor,
     q_norm: Tensor | None,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
+from exactspec.backend.parallel import SINGLE, Parallel
 from exactspec.backend.torch_ref import noise, ops
 from exactspec.backend.torch_ref.attention import paged_attention, request_slots
 from exactspec.errors import CheckpointError, ConfigError
@@ -50,8 +51,10 @@ class TorchLinear:
 class TorchLayer:
     """One pre-norm decoder layer. Keeps packed linears and the norms, not the given LayerWeights."""
 
-    def __init__(self, spec: StackSpec, weights: LayerWeights, index: int, exact: bool) -> None:
-        self.spec, self.index, self.exact = spec, index, exact
+    def __init__(
+        self, spec: StackSpec, weights: LayerWeights, index: int, exact: bool, parallel: Parallel = SINGLE
+    ) -> None:
+        self.spec, self.index, self.exact, self.parallel = spec, index, exact, parallel
         self.window = spec.windows[index]
         self.qkv = TorchLinear(weights.qkv, weights.qkv_bias, exact)
         self.kv = self.qkv.rows(spec.num_heads * spec.head_dim)
@@ -87,19 +90,26 @@ class TorchLayer:
         attended = paged_attention(
             q, pool.k[self.index], pool.v[self.index], batch, keys, spec, self.window, self.exact
         )
-        x = x + self.norm(self.o(attended), self.post_attention_norm)
+        x = x + self.norm(self.parallel.sum(self.o(attended)), self.post_attention_norm)
         gate, up = self.gate_up(self.norm(x, self.mlp_norm)).chunk(2, dim=-1)
-        branch = self.down(ops.gated_activation(gate, up, spec.activation))
+        branch = self.parallel.sum(self.down(ops.gated_activation(gate, up, spec.activation)))
         return x + self.norm(branch, self.post_mlp_norm)
 
 
 class TorchStack:
-    def __init__(self, spec: StackSpec, layers: list[LayerWeights], ropes: list[RopeTable], exact: bool) -> None:
+    def __init__(
+        self,
+        spec: StackSpec,
+        layers: list[LayerWeights],
+        ropes: list[RopeTable],
+        exact: bool,
+        parallel: Parallel = SINGLE,
+    ) -> None:
         if len(layers) != spec.num_layers:
             raise CheckpointError(f"{len(layers)} layers given, expected {spec.num_layers}")
         self.spec = spec
         self.ropes = ropes
-        self.layers = [TorchLayer(spec, weights, i, exact) for i, weights in enumerate(layers)]
+        self.layers = [TorchLayer(spec, weights, i, exact, parallel) for i, weights in enumerate(layers)]
 
     def _angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         where = positions.long()
@@ -127,12 +137,15 @@ class TorchBackend:
 
     name = "torch"
 
-    def __init__(self, device: str | torch.device = "cpu", numerics: Numerics = "exact") -> None:
+    def __init__(
+        self, device: str | torch.device = "cpu", numerics: Numerics = "exact", parallel: Parallel = SINGLE
+    ) -> None:
         if numerics not in ("exact", "fast"):
             raise ConfigError(f"numerics must be exact or fast, got {numerics!r}")
         self.device = torch.device(device)
         self.numerics = numerics
         self.exact = numerics == "exact"
+        self.parallel = parallel
 
     def make_pool(self, spec: StackSpec, num_slots: int, dtype: torch.dtype) -> KVPool:
         shape = (spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim)
@@ -144,7 +157,7 @@ class TorchBackend:
         return TorchLinear(weight.to(self.device), None if bias is None else bias.to(self.device), self.exact)
 
     def make_stack(self, spec: StackSpec, layers: list[LayerWeights], ropes: list[RopeTable]) -> TorchStack:
-        return TorchStack(spec, layers, ropes, self.exact)
+        return TorchStack(spec, layers, ropes, self.exact, self.parallel)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.rms_norm(x, weight, eps)
