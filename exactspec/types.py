@@ -158,6 +158,7 @@ class Request:
     cache_namespace: str = ""  # requests share prefixes only inside a namespace
     return_hidden_states: bool = False
     sampling_mask: Literal["selected", "support"] | None = None
+    max_drafts: int | None = None  # draft tokens a round, at most; 0 decodes plainly. Speed only (contract C1)
 
 
 class TokenSource(StrEnum):
@@ -293,7 +294,9 @@ class RunningRequest:
     @property
     def draft_room(self) -> int:
         """Draft tokens worth proposing now: the limit leaves no use for more (the bonus takes one place)."""
-        return max(0, self.max_tokens - len(self.token_ids) - 1)
+        room = max(0, self.max_tokens - len(self.token_ids) - 1)
+        most = self.request.max_drafts
+        return room if most is None else min(room, most)
 
 
 @dataclass(slots=True)

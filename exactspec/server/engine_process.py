@@ -136,6 +136,7 @@ class EngineLoop:
                 sampling_mask=message.sampling_mask,  # type: ignore[arg-type]
             )
             params = request.params
+                max_drafts=message.max_drafts,
             if params.json_schema or params.regex or params.ebnf:
                 self.engine.check(request)
                 future = self.engine.grammars.prepare(params)

@@ -101,6 +101,7 @@ class Prompt:
     priority: int = 0
     return_hidden: Any = False
     sampling_mask: str | None = None
+    max_drafts: int | None = None
 
 
 class Generation:
@@ -144,6 +145,7 @@ class Generation:
             cache_namespace=prompt.namespace,
             return_hidden_states=bool(prompt.return_hidden),
             sampling_mask=prompt.sampling_mask,  # type: ignore[arg-type]
+            max_drafts=prompt.max_drafts,
         )
         if limits is not None:
             try:

@@ -26,6 +26,7 @@ class Add(msgspec.Struct, tag="add"):
     cache_namespace: str = ""
     hidden_states: bool = False
     sampling_mask: str | None = None
+    max_drafts: int | None = None
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -129,6 +130,7 @@ def add_message(request: Request) -> Add:
         sampling_mask=request.sampling_mask,
     )
 
+        max_drafts=request.max_drafts,
 
 def pack_output(output: StepOutput) -> Output:
     finish = output.finish

@@ -93,6 +93,7 @@ async def _parse(body: GenerateBody, server: Server) -> Job:
                 priority=body.priority or 0,
                 return_hidden=wants[i].hidden,
                 sampling_mask=wants[i].mask_mode,
+                max_drafts=body.max_drafts,
             )
         )
     return Job(body, jobs, wants, single and samples[0] == 1, min(intervals))

@@ -32,7 +32,8 @@ def refuse_unsupported(body: OpenAIBody, names: Sequence[str] = ()) -> None:
 
 def make_prompt(body: OpenAIBody, token_ids: Sequence[int], params: SamplingParams, rid: str | None) -> Prompt:
     space = f"{body.extra_key or ''}|{body.cache_salt or ''}".strip("|")
-    return Prompt(token_ids, params, rid, space, body.priority or 0, bool(body.return_hidden_states))
+    hidden = bool(body.return_hidden_states)
+    return Prompt(token_ids, params, rid, space, body.priority or 0, hidden, max_drafts=body.max_drafts)
 
 
 def new_id(prefix: str, body: OpenAIBody) -> str:

@@ -36,6 +36,7 @@ class GenerateBody(Body):
     sampling_logprobs_mode: str | list[str | None] | None = None
     return_prompt_token_ids: bool | None = False
     return_token_sources: bool | None = Field(False, description="How each output token came to be.")
+    max_drafts: int | None = Field(None, description="Most draft tokens a round; 0 decodes plainly. Speed only.")
     incremental_stream: bool | None = Field(None, description="Events hold new pieces only [default: the server's].")
     rid: StrOrList = None
     priority: int | None = None
@@ -89,6 +90,7 @@ class OpenAIBody(Body):
     return_hidden_states: bool | None = False
     return_token_ids: bool | None = False
     return_token_sources: bool | None = Field(False, description="How each output token came to be.")
+    max_drafts: int | None = Field(None, description="Most draft tokens a round; 0 decodes plainly. Speed only.")
     rid: str | None = None
     priority: int | None = None
     extra_key: str | None = None

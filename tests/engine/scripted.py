@@ -82,7 +82,8 @@ def make_engine(drafter: Drafter, *, num_pages: int = 256, target: TargetModel |
 
 
 def request(request_id: str, prompt: Sequence[int], seed: int = 7, **params: Any) -> Request:
-    extra = {name: params.pop(name) for name in ("return_hidden_states", "sampling_mask", "priority") if name in params}
+    names = ("return_hidden_states", "sampling_mask", "priority", "max_drafts")
+    extra = {name: params.pop(name) for name in names if name in params}
     return Request(request_id, tuple(prompt), SamplingParams(**params), seed, **extra)
 
 

@@ -103,3 +103,16 @@ def test_same_seed_same_answer_other_seed_other_answer(target):
     assert answer(5) == answer(5)
     assert answer(5) != answer(6)
     assert len({tuple(answer(seed)) for seed in (0, 2**31, 2**63 - 1, -1)}) == 4
+
+
+def test_a_request_may_ask_for_fewer_drafts_or_none(target):
+    """A speed knob: the answer stays, the rounds grow. Others in the batch keep their drafts."""
+    whole, few, none = (request(str(n), PROMPTS["a"], max_new_tokens=17, max_drafts=n) for n in (None, 2, 0))
+    right = run(make_engine(ScriptedDrafter(silent, 0), target=target), [whole])["None"]
+    oracle_of_all = oracle({str(n): right.token_ids for n in (None, 2, 0)})
+    found = run(make_engine(ScriptedDrafter(oracle_of_all, 7), target=target), [whole, few, none])
+    assert all(gathered.answer == right.answer for gathered in found.values())
+    assert found["None"].stats.accepted_per_round == [7, 7]
+    assert max(found["2"].stats.verified_per_round) == 2
+    assert found["0"].stats.num_drafted == 0
+    assert set(found["0"].sources) == {"plain"}

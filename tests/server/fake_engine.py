@@ -164,14 +164,15 @@ class FakeEngine:
         request, first = running.request, len(running.output)
         limit = max_total_tokens(request, self.limits) - len(request.prompt_ids)
         finish = FinishReason("length") if limit == 0 else None
-        for _ in range(1 if first == 0 else self.block):
+        drafts = self.block - 1 if request.max_drafts is None else min(self.block - 1, request.max_drafts)
+        for _ in range(1 if first == 0 else 1 + drafts):
             if finish is None:
                 running.output.append(self._next(running))
                 finish = self._end(running, limit)
         new = running.output[first:]
         if first:
             running.stats.rounds += 1
-            running.stats.num_drafted += self.block - 1
+            running.stats.num_drafted += drafts
             running.stats.num_accepted += len(new) - 1
             running.stats.num_committed += len(new)
             running.stats.accepted_per_round.append(len(new) - 1)

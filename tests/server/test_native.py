@@ -279,9 +279,24 @@ BAD = [
     ({"text": "a", "session_params": {"id": "x"}}, "session_params"),
     ({"text": "a", "lora_path": "x"}, "lora_path"),
     ({"text": "a", "priority": 10**30}, "priority"),
+    ({"text": "a", "max_drafts": -1}, "max_drafts"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 10**30}}, "context length"),
     ({"text": ["fine SAY:x", "a" * 5000]}, "context length"),
 ]
+
+
+@pytest.mark.parametrize("route", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_a_request_without_drafts_takes_a_step_a_token(server: Running, route: str) -> None:
+    bodies = {
+        "/generate": {"text": "SAY:abcdefgh", "sampling_params": {"max_new_tokens": 8}},
+        "/v1/completions": {"prompt": "SAY:abcdefgh", "max_tokens": 8},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "SAY:abcdefgh"}], "max_tokens": 8},
+    }
+    counts = []
+    for more in ({}, {"max_drafts": 1}, {"max_drafts": 0}):
+        response = server.post(route, bodies[route] | more | {"stream": True})
+        counts.append(sum(line.startswith("data: {") for line in response.text.splitlines()))
+    assert counts[0] < counts[1] < counts[2]
 
 
 @pytest.mark.parametrize(("body", "word"), BAD, ids=lambda value: str(value)[:60])
