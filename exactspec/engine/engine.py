@@ -100,11 +100,11 @@ class Engine:
             running.grammar = self.grammars.owner(params)
         self.scheduler.add(running)
 
-    def abort(self, request_id: str, message: str = "Aborted") -> bool:
-        """Ends a request now; its last output comes with the next step. False if there is none of that id."""
     def make_stop_checker(self, params: SamplingParams) -> StopChecker:
         return StopChecker(self.target.tokenizer, params)
 
+    def abort(self, request_id: str, message: str = "Aborted") -> bool:
+        """Ends a request now; its last output comes with the next step. False if there is none of that id."""
         request = self.scheduler.abort(request_id)
         if request is None:
             return False
@@ -115,12 +115,24 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._ended) or not self.scheduler.idle
 
-    def flush_cache(self) -> bool:
-        """Empties the prefix cache and the running averages; False, changing nothing, while requests are unfinished."""
-        if not self.scheduler.idle or not self.cache.flush():
+    def retract_running(self) -> None:
+        """Sends every running request back to the queue, from where it goes on with the next steps, unchanged (C1)."""
+        for request in self.scheduler.running():
+            self.scheduler.force_retract(request)
+
+    def flush_cache(self, *, while_waiting: bool = False) -> bool:
+        """Empties the prefix cache and the running averages; False, changing nothing, while requests are unfinished:
+        with `while_waiting`, while any of them runs (those in the queue hold no pages).
+        """
+        busy = self.scheduler.num_running > 0 if while_waiting else not self.scheduler.idle
+        if busy or not self.cache.flush():
             return False
         self.metrics.reset_averages()
         return True
+
+    def close(self) -> None:
+        """Ends what the engine keeps running outside this process: other ranks, if any. It takes no requests after."""
+        return None
 
     def check_integrity(self) -> None:
         """Raises if a page is lost or owned twice (contract C7)."""
@@ -132,10 +144,6 @@ class Engine:
     # ---- the step ------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-    def close(self) -> None:
-        """Ends what the engine keeps running outside this process: other ranks, if any. It takes no requests after."""
-        return None
-
         """Runs one step over all requests; returns what it adds to each, ends included."""
         outputs, self._ended = self._ended, []
         plan = self.scheduler.schedule()

@@ -99,7 +99,7 @@ async def server_info(request: Request) -> Response:
         "free_pages": stats.get("free_pages", 0),
         "cached_pages": stats.get("cached_pages", 0),
     }
-    if gamma and stats.get("accept_length") is not None:
+    if options.counts_rounds and stats.get("accept_length") is not None:
         state["avg_spec_accept_length"] = stats["accept_length"]
     shown = {k: v for k, v in asdict(options).items() if k not in ("api_key", "factory", "tokenizer_factory")}
     shown |= {
@@ -226,7 +226,7 @@ async def pause_generation(request: Request) -> Response:
         raise bad_request("mode", f"must be abort, retract or in_place, got {mode!r}")
     if mode == "abort":
         server.client.abort(server.client.active(), "Aborted")
-    await server.client.call("pause_abort" if mode == "abort" else "pause")
+    await server.client.call({"in_place": "pause", "abort": "pause_abort", "retract": "pause_retract"}[mode])
     server.client.paused = True
     return json_response({"message": f"generation is paused ({mode})", "status": "ok"})
 

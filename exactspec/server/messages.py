@@ -35,7 +35,9 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Call(msgspec.Struct, tag="call"):
-    """Asks for a Reply. `what`: ping, flush (seconds to wait for idleness), pause, pause_abort, resume."""
+    """Asks for a Reply. `what`: ping, flush (seconds to wait for idleness), pause, pause_abort,
+    pause_retract, resume.
+    """
 
     call_id: int
     what: str
@@ -128,9 +130,9 @@ def add_message(request: Request) -> Add:
         cache_namespace=request.cache_namespace,
         hidden_states=request.return_hidden_states,
         sampling_mask=request.sampling_mask,
+        max_drafts=request.max_drafts,
     )
 
-        max_drafts=request.max_drafts,
 
 def pack_output(output: StepOutput) -> Output:
     finish = output.finish

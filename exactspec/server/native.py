@@ -265,7 +265,7 @@ def _final(server: Server, sample: Sample) -> dict[str, Any]:
         "response_sent_to_client_ts": now,
     }
     stats, count = sample.stats, len(sample.token_ids)
-    if stats.rounds and server.client.info.get("gamma"):
+    if stats.rounds and server.options.counts_rounds:
         histogram = [0] * (max(stats.accepted_per_round, default=0) + 1)
         for accepted in stats.accepted_per_round:
             histogram[accepted] += 1

@@ -93,6 +93,11 @@ class ServeOptions:
         return None if name in ("", "none") else name
 
     @property
+    def counts_rounds(self) -> bool:
+        """Whether answers carry the spec_* counts: a drafter is named, and be it none, whose rounds are single rows."""
+        return bool(self.draft or self.speculative_algorithm or self.speculative_draft_model_path)
+
+    @property
     def algorithm(self) -> str | None:
         """As /server_info shows it: a draft folder's config names it, a shipped draft is called by it."""
         if self.speculative_algorithm or not self.draft_name:
@@ -124,12 +129,12 @@ class ServeOptions:
             "hidden_states": self.enable_return_hidden_states,
             "simulate_accept_length": self.simulate_accept_length or None,
             "seed": self.random_seed,
+            "tensor_parallel": self.tp_size,
         }
 
 
 # SGLang flags that change nothing about the answers here: accepted so that a launch line works as it is
 HARMLESS_WITH_VALUE = (
-            "tensor_parallel": self.tp_size,
     "attention-backend", "sampling-backend", "grammar-backend", "mem-fraction-static", "cuda-graph-max-bs",
     "schedule-policy", "schedule-conservativeness", "watchdog-timeout", "tokenizer-mode", "load-format",
     "speculative-attention-mode", "speculative-eagle-topk", "speculative-num-steps", "decode-log-interval",
@@ -146,16 +151,16 @@ ONLY_ONE = ("dp-size", "pp-size", "nnodes")  # one engine on one machine serves
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(prog="exactspec serve", description=__doc__, allow_abbrev=False)
     result.add_argument("model", nargs="?", default=None, help="same as --model-path")
-    for option in fields(ServeOptions):
-        flags = [f"--{option.name.replace('_', '-')}", *option.metadata["also"]]
-        if option.metadata["kind"] is bool:
-            result.add_argument(*flags, dest=option.name, action="store_true", help=option.metadata["help"])
-        else:
     result.add_argument(
         "--random-weights", default=None, metavar="CONFIG",
         help="instead of a model: random weights in the shape of qwen3-8b, qwen3-4b, llama-3.1-8b, smollm2-135m or of "
         "a config.json, for speed measurements (--draft random goes with it)",
     )  # fmt: skip
+    for option in fields(ServeOptions):
+        flags = [f"--{option.name.replace('_', '-')}", *option.metadata["also"]]
+        if option.metadata["kind"] is bool:
+            result.add_argument(*flags, dest=option.name, action="store_true", help=option.metadata["help"])
+        else:
             result.add_argument(
                 *flags, dest=option.name, type=option.metadata["kind"], default=option.default,
                 help=f"{option.metadata['help']} (default: {option.default!r})",
@@ -179,9 +184,9 @@ def parse(argv: Sequence[str]) -> ServeOptions:
     positional = values.pop("model")
     if positional:
         values["model_path"] = positional
-    return ServeOptions(**values)
     random_weights = values.pop("random_weights")
     if random_weights is not None:
         if values["model_path"]:
             raise ConfigError("random_weights: stands instead of a model; give one of the two")
         values["model_path"] = f"random:{random_weights}"
+    return ServeOptions(**values)

@@ -106,6 +106,30 @@ def test_forced_retraction_at_every_step(target, truth):
     assert_same(gathered, truth)
 
 
+@pytest.mark.parametrize("steps_before", [1, 2, 4, 9])
+def test_all_running_ones_retracted_and_the_cache_emptied(target, truth, steps_before):
+    engine = make_engine(drafter(truth), target=target, prefill_chunk=20)
+    gathered = {one.request_id: Gathered() for one in mixed_requests()}
+    for one in mixed_requests():
+        engine.add(one)
+    for _ in range(steps_before):
+        for output in engine.step():
+            gathered[output.request_id].take(output)
+    running = engine.scheduler.running()
+    assert running
+    assert not engine.flush_cache(while_waiting=True)  # they hold pages
+    engine.retract_running()
+    engine.check_integrity()
+    assert not engine.flush_cache()
+    assert engine.flush_cache(while_waiting=True)
+    assert engine.cache.num_free == engine.cache.num_pages
+    while engine.has_work():
+        for output in engine.step():
+            gathered[output.request_id].take(output)
+    assert_same(gathered, truth)
+    assert all(request.stats.num_retracted == 1 for request in running)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_aborts_at_any_moment_return_all_memory(target, truth, page_size, prefix_cache):

@@ -156,6 +156,25 @@ def test_pause_in_place_and_go_on(slow: Running) -> None:
         assert late.result().json()["text"] == "late"
 
 
+@pytest.mark.parametrize(("mode", "flushed", "retractions"), [("retract", 200, 1), ("in_place", 400, 0)])
+def test_only_a_pause_that_retracts_lets_the_cache_be_flushed(
+    slow: Running, mode: str, flushed: int, retractions: int
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        answers = [
+            pool.submit(slow.post, "/generate", {**ENDLESS, "sampling_params": {"max_new_tokens": 200}})
+            for _ in range(2)
+        ]
+        time.sleep(0.3)
+        assert slow.post("/pause_generation", {"mode": mode}).json()["status"] == "ok"
+        assert slow.http.post("/flush_cache").status_code == flushed
+        assert not any(answer.done() for answer in answers)
+        assert slow.post("/continue_generation", {}).status_code == 200
+        for answer in answers:
+            meta = answer.result().json()["meta_info"]
+            assert (meta["completion_tokens"], meta["num_retractions"]) == (200, retractions)
+
+
 def test_pause_that_aborts(slow: Running) -> None:
     with ThreadPoolExecutor(2) as pool:
         answer = pool.submit(slow.post, "/generate", ENDLESS)
