@@ -217,53 +217,52 @@ def _coupling_noise(start, cols):
 
 
 @triton.jit
+def _running(top, total, at, value, cols):
+    """One more block for a running maximum, its place and the sum of exponentials below it, lane by lane."""
+    new_top = tl.maximum(top, value)
+    total = total * tl.exp(top - new_top) + tl.exp(value - new_top)
+    return new_top, total, tl.where(value > top, cols, at)
+
+
+@triton.jit
+def _joined(top, total, at, vocab):
+    """Lanes together: log-sum-exp and argmax (the lowest)."""
+    peak = tl.max(top, 0)
+    log_sum = peak + tl.log(tl.sum(total * tl.exp(top - peak), 0))
+    return log_sum, tl.min(tl.where(top == peak, at, vocab), 0)
+
+
+@triton.jit
 def _distance_loss(
     draft, target, labels, weights, ce_out, l1_out, match_out, coupled_out, agree_out, seed, first_row,
-    vocab, ce_weight, l1_weight, coupled_weight, coupled_heat, COUPLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    vocab, ce_weight, l1_weight, coupled_weight, heat, COUPLED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    noise_start = _mix(tl.load(seed).to(tl.uint32) + (first_row + tl.program_id(0)).to(tl.uint32))
-    c_top = tl.full([BLOCK], -1e30, tl.float32)  # of draft + noise; its argmax is what the draft would draw
-    c_sum = tl.zeros([BLOCK], tl.float32)
-    c_at = tl.zeros([BLOCK], tl.int32)
-    y_top = tl.full([BLOCK], -1e30, tl.float32)  # of target + noise
-    y_at = tl.zeros([BLOCK], tl.int32)
     cols = tl.arange(0, BLOCK)
     ninf = -float("inf")
-    z_top = tl.full([BLOCK], -1e30, tl.float32)
-    z_sum = tl.zeros([BLOCK], tl.float32)
-    z_at = tl.zeros([BLOCK], tl.int32)
-    t_top = tl.full([BLOCK], -1e30, tl.float32)
-    t_sum = tl.zeros([BLOCK], tl.float32)
-    t_at = tl.zeros([BLOCK], tl.int32)
+    low = tl.full([BLOCK], -1e30, tl.float32)
+    none = tl.zeros([BLOCK], tl.float32)
+    first = tl.zeros([BLOCK], tl.int32)
+    z_top, z_sum, z_at = low, none, first
+    t_top, t_sum, t_at = low, none, first
+    c_top, c_sum, c_at = low, none, first  # (draft + noise) * heat: what the draft would draw
+    y_top, y_sum, y_at = low, none, first  # target + noise: what the target draws
+    noise_start = _mix(tl.load(seed).to(tl.uint32) + (first_row + tl.program_id(0)).to(tl.uint32))
     for start in range(0, vocab, BLOCK):
         here = start + cols < vocab
         z = tl.load(draft + row * vocab + start + cols, mask=here, other=ninf).to(tl.float32)
         t = tl.load(target + row * vocab + start + cols, mask=here, other=ninf).to(tl.float32)
-        z_new = tl.maximum(z_top, z)
-        z_sum = z_sum * tl.exp(z_top - z_new) + tl.exp(z - z_new)
-        z_at = tl.where(z > z_top, start + cols, z_at)
-        z_top = z_new
-        t_new = tl.maximum(t_top, t)
-        t_sum = t_sum * tl.exp(t_top - t_new) + tl.exp(t - t_new)
-        t_at = tl.where(t > t_top, start + cols, t_at)
-        t_top = t_new
+        z_top, z_sum, z_at = _running(z_top, z_sum, z_at, z, start + cols)
+        t_top, t_sum, t_at = _running(t_top, t_sum, t_at, t, start + cols)
         if COUPLED:
             noise = _coupling_noise(noise_start, start + cols)
-            c = z + noise
-            c_new = tl.maximum(c_top, c)
-            c_sum = c_sum * tl.exp((c_top - c_new) * coupled_heat) + tl.exp((c - c_new) * coupled_heat)
-            c_at = tl.where(c > c_top, start + cols, c_at)
-            c_top = c_new
-            y = t + noise
-            y_at = tl.where(y > y_top, start + cols, y_at)
-            y_top = tl.maximum(y_top, y)
-    z_max = tl.max(z_top, 0)
-    t_max = tl.max(t_top, 0)
-    z_log = z_max + tl.log(tl.sum(z_sum * tl.exp(z_top - z_max), 0))
-    t_log = t_max + tl.log(tl.sum(t_sum * tl.exp(t_top - t_max), 0))
-    z_best = tl.min(tl.where(z_top == z_max, z_at, vocab), 0)
-    t_best = tl.min(tl.where(t_top == t_max, t_at, vocab), 0)
+            c_top, c_sum, c_at = _running(c_top, c_sum, c_at, (z + noise) * heat, start + cols)
+            y_at = tl.where(t + noise > y_top, start + cols, y_at)
+            y_top = tl.maximum(y_top, t + noise)
+    z_log, z_best = _joined(z_top, z_sum, z_at, vocab)
+    t_log, t_best = _joined(t_top, t_sum, t_at, vocab)
+    c_log, guess = _joined(c_top, c_sum, c_at, vocab)
+    _, drawn = _joined(y_top, y_sum, y_at, vocab)
     gap = tl.zeros([BLOCK], tl.float32)
     lean = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
@@ -277,21 +276,14 @@ def _distance_loss(
     lean_all = tl.sum(lean, 0)
     label = tl.load(labels + row)
     weight = tl.load(weights + row)
-    z_label = tl.load(draft + row * vocab + label).to(tl.float32)
-    tl.store(ce_out + row, z_log - z_label)
+    tl.store(ce_out + row, z_log - tl.load(draft + row * vocab + label).to(tl.float32))
     tl.store(l1_out + row, tl.sum(gap, 0))
     tl.store(match_out + row, tl.where(z_best == t_best, 1.0, 0.0))
-    drawn = 0
-    c_log = 0.0
     if COUPLED:
-        c_max = tl.max(c_top, 0)
-        c_log = c_max * coupled_heat + tl.log(tl.sum(c_sum * tl.exp((c_top - c_max) * coupled_heat), 0))
-        drawn = tl.min(tl.where(y_top == tl.max(y_top, 0), y_at, vocab), 0)
-        guess = tl.min(tl.where(c_top == c_max, c_at, vocab), 0)
-        z_drawn = tl.load(draft + row * vocab + drawn).to(tl.float32) + _coupling_noise(noise_start, drawn)
-        tl.store(coupled_out + row, c_log - z_drawn * coupled_heat)
+        of_drawn = tl.load(draft + row * vocab + drawn).to(tl.float32) + _coupling_noise(noise_start, drawn)
+        tl.store(coupled_out + row, c_log - of_drawn * heat)
         tl.store(agree_out + row, tl.where(guess == drawn, 1.0, 0.0))
-    tl.debug_barrier()  # the gradient overwrites the logits: every read of z_label comes first
+    tl.debug_barrier()  # the gradient overwrites the logits: every read of one logit comes first
     for start in range(0, vocab, BLOCK):
         here = start + cols < vocab
         z = tl.load(draft + row * vocab + start + cols, mask=here, other=ninf).to(tl.float32)
@@ -301,8 +293,8 @@ def _distance_loss(
         side = tl.where(q > p, 1.0, tl.where(q < p, -1.0, 0.0))
         grad = l1_weight * q * (side - lean_all) + ce_weight * (q - tl.where(start + cols == label, 1.0, 0.0))
         if COUPLED:
-            share = tl.exp((z + _coupling_noise(noise_start, start + cols)) * coupled_heat - c_log)
-            grad += coupled_weight * coupled_heat * (share - tl.where(start + cols == drawn, 1.0, 0.0))
+            share = tl.exp((z + _coupling_noise(noise_start, start + cols)) * heat - c_log)
+            grad += coupled_weight * heat * (share - tl.where(start + cols == drawn, 1.0, 0.0))
         tl.store(draft + row * vocab + start + cols, (weight * grad).to(draft.dtype.element_ty), mask=here)
 
 
@@ -323,6 +315,6 @@ def distance_loss_(
         draft, target, labels, weights, ce, l1, match, coupled, agree,
         labels if coupling is None else coupling.seed, 0 if coupling is None else coupling.first_row,
         vocab, ce_weight, l1_weight, 0.0 if coupling is None else coupling.weight,
-        1.0 if coupling is None else 1.0 / coupling.temperature, COUPLED=coupling is not None, BLOCK=4096, num_warps=8,
+        1.0 if coupling is None else 1.0 / coupling.temperature, COUPLED=coupling is not None, BLOCK=4096, num_warps=16,
     )  # fmt: skip
     return ce, l1, match, coupled, agree

@@ -99,7 +99,7 @@ def offline_greedy(model, frozen, tokens, anchors):
         anchors=torch.tensor([anchors]),
         block=torch.arange(count).repeat_interleave(gamma),
         step=torch.arange(gamma).repeat(count),
-        **{name: torch.zeros(0) for name in ("label", "previous", "target_row", "weight")},
+        **{name: torch.zeros(0) for name in ("label", "previous", "target_row", "weight", "noise_seed")},
     )
     features, _ = frozen.forward(blocks.token_ids, model.config.target_layer_ids)
     with torch.no_grad():
