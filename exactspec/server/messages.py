@@ -35,9 +35,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Call(msgspec.Struct, tag="call"):
-    """Asks for a Reply. `what`: ping, flush (seconds to wait for idleness), pause, pause_abort,
-    pause_retract, resume.
-    """
+    """Asks for a Reply. `what`: ping, flush (seconds to wait for idleness), pause, pause_abort, resume."""
 
     call_id: int
     what: str

@@ -115,7 +115,6 @@ class FakeEngine:
         self.ended: list[StepOutput] = []
         self.cache: set[tuple[int, ...]] = set()
         self.total = 0
-        self.in_queue = False  # all of running
 
     def check(self, request: Request) -> None:
         check_request(request, self.limits)
@@ -144,20 +143,15 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.running or self.ended)
 
-    def retract_running(self) -> None:
-        self.in_queue = True
-        for running in self.running.values():
-            running.stats.num_retracted += 1
-
-    def flush_cache(self, *, while_waiting: bool = False) -> bool:
+    def flush_cache(self) -> bool:
         self.cache.clear()
-        return not self.running or (while_waiting and self.in_queue)
+        return not self.running
 
     def stats(self) -> Stats:
         return Stats(num_running=len(self.running), output_tokens=self.total)
 
     def step(self) -> list[StepOutput]:
-        outputs, self.ended, self.in_queue = self.ended, [], False
+        outputs, self.ended = self.ended, []
         time.sleep(self.delay)
         for running in list(self.running.values()):
             outputs.append(self._advance(running))
