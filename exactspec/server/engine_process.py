@@ -115,7 +115,9 @@ class EngineLoop:
         if call.what == "pause_abort":  # everything has been aborted: this only hands out the last outputs
             while self.engine.has_work():
                 self._send_outputs(self.engine.step())
-        if call.what in ("pause", "pause_abort"):
+        if call.what == "pause_retract":
+            self.engine.retract_running()
+        if call.what.startswith("pause"):
             self.paused = True
         elif call.what == "resume":
             self.paused = False
@@ -184,8 +186,8 @@ class EngineLoop:
 
     def _flush_if_idle(self) -> None:
         for call_id, deadline in list(self.flushes):
-            idle = not self.engine.has_work() and not self.compiling
-            done = idle and self.engine.flush_cache()
+            idle = not self.compiling and (self.paused or not self.engine.has_work())
+            done = idle and self.engine.flush_cache(while_waiting=self.paused)
             if done or time.monotonic() >= deadline:
                 self.flushes.remove((call_id, deadline))
                 self.next_stats = 0.0

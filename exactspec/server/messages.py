@@ -35,7 +35,9 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Call(msgspec.Struct, tag="call"):
-    """Asks for a Reply. `what`: ping, flush (seconds to wait for idleness), pause, pause_abort, resume."""
+    """Asks for a Reply. `what`: ping, flush (seconds to wait for idleness), pause, pause_abort,
+    pause_retract, resume.
+    """
 
     call_id: int
     what: str

@@ -115,6 +115,7 @@ class FakeEngine:
         self.ended: list[StepOutput] = []
         self.cache: set[tuple[int, ...]] = set()
         self.total = 0
+        self.in_queue = False  # all of running
 
     def check(self, request: Request) -> None:
         check_request(request, self.limits)
@@ -143,15 +144,20 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.running or self.ended)
 
-    def flush_cache(self) -> bool:
+    def retract_running(self) -> None:
+        self.in_queue = True
+        for running in self.running.values():
+            running.stats.num_retracted += 1
+
+    def flush_cache(self, *, while_waiting: bool = False) -> bool:
         self.cache.clear()
-        return not self.running
+        return not self.running or (while_waiting and self.in_queue)
 
     def stats(self) -> Stats:
         return Stats(num_running=len(self.running), output_tokens=self.total)
 
     def step(self) -> list[StepOutput]:
-        outputs, self.ended = self.ended, []
+        outputs, self.ended, self.in_queue = self.ended, [], False
         time.sleep(self.delay)
         for running in list(self.running.values()):
             outputs.append(self._advance(running))
