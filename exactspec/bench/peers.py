@@ -11,16 +11,24 @@ import torch
 
 from exactspec.bench.contenders import Run
 from exactspec.errors import ConfigError
+from exactspec.model.config import from_hf_config
+from exactspec.model.loader import open_checkpoint
+
+PROMPT_LOOKUP_TOKENS = 7  # as many drafts a round as our n-gram drafter
 
 
 class TransformersContender:
-    """`generate` of a transformers model with a cache, in the dtype of the target."""
+    """`generate` of a transformers model with a cache, in the dtype of the target and on its device.
 
-    name = "transformers"
+    ngram: with its prompt lookup decoding, which takes one prompt at a time. End tokens count for nothing.
+    """
 
-    def __init__(self, model: Any, threads: int) -> None:
+    def __init__(self, model: Any, threads: int, ngram: bool = False) -> None:
+        self.name = "transformers-ngram" if ngram else "transformers"
         self.model = model.eval()
+        self.model.generation_config.eos_token_id = None
         self.threads = threads
+        self.options: dict[str, Any] = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS} if ngram else {}
 
     @torch.inference_mode()
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int) -> Run:
@@ -28,23 +36,29 @@ class TransformersContender:
         torch.set_num_threads(self.threads)
         torch.manual_seed(seed)
         width = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        times: list[float] = []
+        device = self.model.device
+        padding = [width - len(prompt) for prompt in prompts]
+        ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding])
+        first: list[float] = []
+        rounds = 0
 
         def note(_ids: torch.Tensor, _scores: torch.Tensor, **_: Any) -> torch.Tensor:
-            times.append(time.perf_counter())
-            return torch.zeros(len(prompts), dtype=torch.bool)
+            nonlocal rounds
+            rounds += 1
+            if not first:
+                _wait(device)
+                first.append(time.perf_counter())
+            return torch.zeros(len(prompts), dtype=torch.bool, device=device)
 
-        options: dict[str, Any] = {"do_sample": temperature > 0}
+        options: dict[str, Any] = {"do_sample": temperature > 0, **self.options}
         if temperature > 0:
             options["temperature"] = temperature
         began = time.perf_counter()
         try:
-            self.model.generate(
-                ids,
-                attention_mask=mask,
-                min_new_tokens=new_tokens,
+            out = self.model.generate(
+                ids.to(device),
+                attention_mask=mask.to(device),
                 max_new_tokens=new_tokens,
                 stopping_criteria=[note],
                 pad_token_id=0,
@@ -52,7 +66,17 @@ class TransformersContender:
             )
         finally:
             torch.set_num_threads(before)
-        return Run((new_tokens - 1) * len(prompts), times[-1] - times[0], times[0] - began)
+        _wait(device)
+        ended = time.perf_counter()
+        if out.shape[1] != width + new_tokens:
+            raise ConfigError(f"{self.name}: {out.shape[1] - width} tokens came, expected {new_tokens}")
+        accept_length = (new_tokens - 1) / max(rounds - 1, 1) if self.options else None
+        return Run((new_tokens - 1) * len(prompts), ended - first[0], first[0] - began, accept_length)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class LlamaCppContender:
@@ -95,14 +119,20 @@ class LlamaCppContender:
         return Run(tokens, timings["predicted_ms"] / 1e3, timings["prompt_ms"] / 1e3, accept_length)
 
 
-def load_transformers(path: Path, dtype: torch.dtype, device: torch.device, threads: int) -> TransformersContender:
-    """The same checkpoint in transformers (a GGUF is dequantised there as it is here)."""
+def load_transformers(
+    model: str, dtype: torch.dtype, device: torch.device, threads: int, ngram: bool = False
+) -> TransformersContender:
+    """transformers' model of the checkpoint with our weights: a GGUF's are dequantised as ours are, since newer
+    versions keep them packed, which is slower."""
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": dtype}
-    if path.suffix == ".gguf":
-        options["gguf_file"] = path.name
-        path = path.parent
-    model: Any = AutoModelForCausalLM.from_pretrained(path, **options)
-    model = model.to(device)
-    return TransformersContender(model, threads)
+    checkpoint = open_checkpoint(model)
+    theirs: Any = AutoModelForCausalLM.from_config(checkpoint.hf_config, dtype=dtype)
+    weights = {name: checkpoint.read(name).to(dtype) for name in checkpoint.shapes if name in theirs.state_dict()}
+    if checkpoint.norms_folded and from_hf_config(checkpoint.hf_config).norm_offset:
+        weights = {name: w - 1.0 if name.endswith("norm.weight") else w for name, w in weights.items()}
+    missing = set(theirs.load_state_dict(weights, strict=False).missing_keys)
+    if missing - {"lm_head.weight"} or (missing and not theirs.config.tie_word_embeddings):
+        raise ConfigError(f"transformers: no weights for {', '.join(sorted(missing))}")
+    theirs.tie_weights()
+    return TransformersContender(theirs.to(device), threads, ngram)

@@ -14,6 +14,7 @@ import typer
 from exactspec.cli import options as opt
 
 CONTENDERS = "plain,ngram,dflash,dspark,transformers,llama.cpp,llama.cpp-ngram"
+PEERS = ("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram")
 
 
 def bench_serve(context: typer.Context) -> None:
@@ -122,7 +123,7 @@ def _contenders(
 
     taking_part: list[Any] = []
     for name in names:
-        if name in ("transformers", "llama.cpp", "llama.cpp-ngram"):
+        if name in PEERS:
             peer = _peer(name, target, model, batch, console)
             taking_part.extend([peer] if peer is not None else [])
         else:
@@ -135,16 +136,25 @@ def _peer(name: str, target: Any, model: str, batch: int, console: Any) -> Any:
     """A peer, or None with a line that says why it does not take part."""
     from exactspec.bench.peers import LlamaCppContender, load_transformers
     from exactspec.model.hub import resolve_model
+    from exactspec.model.loader import RANDOM
+
+    if model.startswith(RANDOM):
+        console.print(f"{name} is left out: random weights are ours alone")
+        return None
 
     threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     path = Path(resolve_model(model))
-    if name == "transformers":
-        return load_transformers(path, target.dtype, target.backend.device, threads)
+    is_ngram = name.endswith("ngram")
+    if name.startswith("transformers"):
+        if is_ngram and batch != 1:
+            console.print(f"{name} is left out: it takes one prompt at a time")
+            return None
+        return load_transformers(model, target.dtype, target.backend.device, threads, is_ngram)
     if batch != 1 or path.suffix != ".gguf":
         console.print(f"{name} is left out: it takes part at batch 1 and with a GGUF model")
         return None
     try:
-        return LlamaCppContender(path, threads=threads, slots=batch, ngram=name.endswith("ngram"))
+        return LlamaCppContender(path, threads=threads, slots=batch, ngram=is_ngram)
     except ImportError:
         console.print(f"{name} is left out: xllamacpp is not installed (pip install 'exactspec[bench]')")
         return None

@@ -54,9 +54,10 @@ def test_rows_of_a_round_stand_where_the_page_table_says(causal: bool, fill: int
     assert rows.temperatures.view(3, 4)[1].tolist() == [0.5] * 4
 
 
+@pytest.mark.parametrize("count", [19, 3, 1])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_step_of_the_sequential_draw_equals_the_full_row(sampled: bool) -> None:
-    count, vocab, valid, rank, step = 19, 700, 690, 24, 3
+def test_a_step_of_the_sequential_draw_equals_the_full_row(sampled: bool, count: int) -> None:
+    vocab, valid, rank, step = 700, 690, 24, 3
     generator = torch.Generator().manual_seed(0)
     base = torch.randn((count, 2, vocab), generator=generator).to(DEVICE)
     latent = torch.randn((count, rank), generator=generator).to(DEVICE).to(HALF).float()
