@@ -212,8 +212,8 @@ def _mix(x):
 
 @triton.jit
 def _coupling_noise(start, cols):
-    uniform = (_mix(start + cols.to(tl.uint32)) >> 8).to(tl.float32)
-    return -tl.log(-tl.log((uniform + 0.5) * 5.9604644775390625e-08))
+    uniform = (_mix(start + cols.to(tl.uint32)) >> 9).to(tl.float32)  # 23 bits: with 24 it could round to 1
+    return -tl.log(-tl.log((uniform + 0.5) * 1.1920928955078125e-07))
 
 
 @triton.jit

@@ -97,8 +97,8 @@ def coupling_noise(seed: Tensor, first_row: int, rows: int, vocab: int) -> Tenso
     """Gumbel noise [rows, vocab] float32 from a cheap hash: enough for a loss, not for sampling."""
     numbers = torch.arange(first_row, first_row + rows, device=seed.device)
     start = _mix((seed.long() + numbers) & _WORD)[:, None]
-    bits = _mix((start + torch.arange(vocab, device=seed.device)) & _WORD) >> 8
-    return -torch.log(-torch.log((bits.float() + 0.5) * 2.0**-24))
+    bits = _mix((start + torch.arange(vocab, device=seed.device)) & _WORD) >> 9  # with 24 bits it could round to 1
+    return -torch.log(-torch.log((bits.float() + 0.5) * 2.0**-23))
 
 
 _WORD = 2**32 - 1

@@ -118,6 +118,10 @@ def test_the_coupled_gradient_is_autograds_and_its_noise_is_gumbels():
     torch.testing.assert_close(ours[3], coupled.detach(), atol=1e-5, rtol=1e-4)
     assert ours[4].tolist() == ((logits + noise).argmax(-1) == drawn).float().tolist()
     many = ops.coupling_noise(torch.tensor([5]), 0, 50, 4000).flatten()
+    extremes = -torch.log(-torch.log((torch.tensor([0.0, 2.0**23 - 1]) + 0.5) * 2.0**-23))  # of the hash's range
+    assert extremes.isfinite().all()
+    assert extremes.min() <= many.min()
+    assert many.max() <= extremes.max()
     for point in (-1.0, 0.0, 1.0, 3.0):  # 200,000 draws: 5 standard errors are 0.006
         wanted = torch.tensor(-point).exp().neg().exp()
         assert abs((many <= point).float().mean() - wanted) < 0.006
