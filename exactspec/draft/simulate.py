@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from exactspec.errors import ConfigError
 
@@ -21,6 +21,7 @@ class SimulatedAcceptance:
     mean_length: float
     gamma: int
     seed: int = 0
+    _phases: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         most = self.gamma + 1
@@ -38,5 +39,8 @@ class SimulatedAcceptance:
         return min(planned, verify_len)
 
     def _phase(self, request_id: str) -> float:
-        digest = hashlib.blake2b(f"{self.seed}:{request_id}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") / 2.0**64
+        phase = self._phases.get(request_id)
+        if phase is None:
+            digest = hashlib.blake2b(f"{self.seed}:{request_id}".encode(), digest_size=8).digest()
+            phase = self._phases[request_id] = int.from_bytes(digest, "little") / 2.0**64
+        return phase

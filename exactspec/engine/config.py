@@ -39,10 +39,11 @@ class EngineConfig:
     prefill_chunk: int = 512
     context_length: int | None = None
     hidden_states: bool = False
+    overlap: bool = True
     simulate_accept_length: float | None = None
     seed: int = 0
-
     tensor_parallel: int = 1
+
     def __post_init__(self) -> None:
         choices: dict[str, tuple[str, ...]] = {
             "acceptance": ("coupled", "rejection"),

@@ -1,14 +1,15 @@
 """Rounds on a CUDA device: the decode round as two graphs (draft, verify), with one read-back; the same bits as eager.
 
-A round of plain requests (no penalties, bias, filters or grammar) runs in buckets of requests: the host writes a few
-numbers per request, the draft graph makes the block, the verify graph runs the target over anchor and drafts, feeds the
-drafter and draws every row. Whether a draft is accepted is decided from the drawn tokens when they are read. Everything
-else, and prefill chunks, takes the ordinary path, whose forward replays a graph bucketed by rows.
+A round of plain requests (no penalties, bias, filters or grammar) runs in buckets of requests: the host sends a message
+of a few numbers per request, the draft graph makes the block, the verify graph runs the target over anchor and drafts,
+feeds the drafter, draws every row, accepts, and scores the rows that are emitted. What the next round needs of it stays
+on the device (backend/cuda/seats.py), so that one can be launched behind it unread. Everything else, and prefill
+chunks, takes the ordinary path, whose forward replays a graph bucketed by rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -22,23 +23,25 @@ from exactspec.backend.cuda.backend import CudaBackend
 from exactspec.backend.cuda.decode import RoundInputs, draw_step, round_rows
 from exactspec.backend.cuda.graphs import ForwardGraphs, GraphCache, Graphs, Replay
 from exactspec.backend.cuda.linear import CudaLinear
+from exactspec.backend.cuda.seats import judge, take_seats
 from exactspec.backend.cuda.stack import CudaStack
 from exactspec.draft.base import Drafter
 from exactspec.draft.block import BlockDrafter
-from exactspec.engine.batch import Block, build_batch, page_rows
-from exactspec.engine.round import RoundResult, RoundRunner, wants_draw
+from exactspec.engine.batch import Block, build_batch
+from exactspec.engine.cuda_stage import RoundStage, Slot, divisor, scores_on_device, top_bucket
+from exactspec.engine.round import Flight, RoundResult, RoundRunner, wants_draw
 from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyPolicy
+from exactspec.logprobs.processor import pack_scores, unpack_scores
 from exactspec.model.target import TargetModel
 from exactspec.sampling.adjust import AdjustedRows
 from exactspec.sampling.noise import NoiseStream
 from exactspec.sampling.rows import RowGroup
 from exactspec.sampling.sampler import Sampler, SampleResult
 from exactspec.scheduler.plan import StepPlan
-from exactspec.types import RunningRequest
-from exactspec.verify.accept import AcceptResult
+from exactspec.types import RunningRequest, TokenLogprob
+from exactspec.verify.accept import AcceptResult, outcome_sources
 
 REQUEST_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-NUM_INTEGERS = 5  # of a request in the staging buffer; its temperature follows
 
 
 def is_plain(request: RunningRequest) -> bool:
@@ -67,17 +70,27 @@ class _Part:
     hidden: Tensor  # [T, H]
     logits: Tensor | None = None
     token_ids: Tensor | None = None  # [N] drawn
-    groups: list[RowGroup] = field(default_factory=list)  # cover all N rows
+    groups: list[RowGroup] = field(default_factory=list)  # cover all N rows; none: gamma + 1 rows for each block
     sampled_blocks: list[Block] = field(default_factory=list)
     first_logit_row: list[int] = field(default_factory=list)
     accepted: list[AcceptResult] = field(default_factory=list)
+    scored: list[list[TokenLogprob] | None] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Drawn:
-    """What an acceptance rule reads of the draws."""
+class _CudaFlight:
+    """A launched round. Its tensors are valid until the next launch, its slot until the one after."""
 
-    token_ids: Tensor
+    runner: CudaRoundRunner
+    requests: list[RunningRequest]
+    slot: Slot
+    bucket: int
+    top: int | None
+    outputs: tuple[Tensor, Tensor, Tensor]  # hidden, logits, token ids
+    lengths: list[int] | None = None  # drafts proposed; None: as many as the request has room for
+
+    def read(self, is_live: Callable[[RunningRequest], bool]) -> RoundResult:
+        return self.runner.join([self.runner.landed(self, is_live)])
 
 
 class CudaRoundRunner(RoundRunner):
@@ -106,23 +119,37 @@ class CudaRoundRunner(RoundRunner):
         self.forward = ForwardGraphs(
             target, pool, drafter.capture_layers, page_size, self.most_requests + 8, pages, self.device, self.graphs
         )
-        self._stage = _Staging(_bucket(self.most_requests), pages, drafter.gamma, self.device)
+        self.stage = RoundStage(_bucket(self.most_requests), pages, drafter.gamma, self.device)
         self._plain_policy = verifies_all(policy)
+        self._drafts_on_device = isinstance(drafter, BlockDrafter) or not drafter.gamma
+        self._simulated = policy.simulated if isinstance(policy, AcceptByDecree) else None
 
     @torch.no_grad()
     def run(self, plan: StepPlan) -> RoundResult:
         if not self._fits(plan):
             return self._run_eagerly(plan)
-        parts = [self._decode(plan.decodes)]
+        parts = [self.landed(self._launch_drafted(plan.decodes), lambda request: True)]
         if plan.prefills:
             parts.append(self._prefill(plan))
-        return self._join(parts)
+        return self.join(parts)
+
+    def can_launch(self, plan: StepPlan) -> bool:
+        return (
+            self._drafts_on_device
+            and not plan.prefills
+            and self._fits(plan)
+            and all(not needs_rows(request) for request in plan.decodes)
+        )
+
+    @torch.no_grad()
+    def launch(self, decodes: list[RunningRequest], behind: Flight | None = None) -> Flight:
+        return self._launch(decodes, behind is not None)
 
     def capture(self, num_requests: Sequence[int] = (1,), sampled: bool = False) -> None:
         """Captures the decode graphs of these request counts ahead of time (they are captured at first use anyway)."""
         for count in num_requests:
             self._draft_graph(_bucket(count), sampled)
-            self._verify_graph(_bucket(count), sampled)
+            self._verify_graph(_bucket(count), sampled, None)
 
     # ---- which way ----------------------------------------------------------------------------------
 
@@ -130,7 +157,7 @@ class CudaRoundRunner(RoundRunner):
         if not plan.decodes or not self._plain_policy or len(plan.decodes) > self.most_requests:
             return False
         width = max(len(request.pages) for request in plan.decodes)
-        if width > self._stage.inputs.page_table.shape[1] or not self.policy.wants_drafts(plan):
+        if width > self.stage.most_pages or not self.policy.wants_drafts(plan):
             return False
         return all(map(is_plain, plan.decodes)) and all(is_plain(chunk.request) for chunk in plan.prefills)
 
@@ -161,61 +188,71 @@ class CudaRoundRunner(RoundRunner):
         groups = [RowGroup(block.request, block.request.num_output) for block in drawn]
         sampled = self.sampler.sample(logits, groups)
         accepted = self.policy.accept(sampled, groups, None)
-        return _Part(blocks, hidden, logits, sampled.token_ids, groups, drawn, list(range(len(drawn))), accepted)
+        first_rows = list(range(len(drawn)))
+        return _Part(
+            blocks, hidden, logits, sampled.token_ids, groups, drawn, first_rows, accepted, [None] * len(drawn)
+        )
 
     # ---- the captured decode round -------------------------------------------------------------------
 
-    def _decode(self, decodes: Sequence[RunningRequest]) -> _Part:
-        count, gamma = len(decodes), self.drafter.gamma
-        bucket = _bucket(count)
-        lengths = [min(gamma, request.draft_room) for request in decodes]
-        sampled = not all(request.params.greedy for request in decodes)
-        verify = self._verify_graph(bucket, sampled)
-        if isinstance(self.drafter, BlockDrafter):
-            draft = self._draft_graph(bucket, sampled)
-            self._stage.fill(decodes, bucket)
-            draft.replay()
-        else:
-            proposal = self._propose(decodes) if gamma else None
-            self._stage.fill(decodes, bucket)
-            if proposal is not None:
-                lengths = proposal.lengths
-                self._stage.drafts[:count].copy_(proposal.token_ids)
-        hidden, logits, token_ids = verify.replay()
-        rows = count * (gamma + 1)
-        part = _Part([], hidden[:rows], logits[:rows], token_ids[:rows])
-        self._accept(part, decodes, lengths, self._stage.read(count))
-        return part
+    def _launch_drafted(self, decodes: list[RunningRequest]) -> _CudaFlight:
+        """A round whose drafts may come from the host."""
+        if self._drafts_on_device:
+            return self._launch(decodes, carried=False)
+        proposal = self._propose(decodes)
+        self.stage.drafts[: len(decodes)].copy_(proposal.token_ids)
+        return self._launch(decodes, carried=False, lengths=proposal.lengths)
 
-    def _accept(
-        self, part: _Part, decodes: Sequence[RunningRequest], lengths: list[int], read: list[list[int]]
-    ) -> None:
-        """Fills in what the read-back means: rows of read are gamma drafts, then gamma + 1 drawn tokens."""
-        gamma = self.drafter.gamma
-        judged, drawn = [], []
-        for number, (request, length, tokens) in enumerate(zip(decodes, lengths, read, strict=True)):
-            drafts = tokens[:length]
-            block = Block(
-                request, request.kv_len, [request.token_ids[-1], *drafts], length + 1, drafts=drafts,
-                num_drafted=length, first_row=number * (gamma + 1),
-            )  # fmt: skip
-            part.blocks.append(block)
-            judged.append(RowGroup(request, request.num_output, drafts))
-            drawn += tokens[gamma : gamma + length + 1]
-            part.groups.append(RowGroup(request, request.num_output, tokens[:gamma]))
+    def _launch(self, decodes: list[RunningRequest], carried: bool, lengths: list[int] | None = None) -> _CudaFlight:
+        bucket, top = _bucket(len(decodes)), top_bucket(decodes)
+        sampled = not all(request.params.greedy for request in decodes)
+        verify = self._verify_graph(bucket, sampled, top)
+        draft = self._draft_graph(bucket, sampled) if isinstance(self.drafter, BlockDrafter) else None
+        slot = self.stage.send(decodes, carried, lengths, self._decrees(decodes, carried))
+        if draft is not None:
+            draft.replay()
+        outputs = verify.replay()
+        self.stage.fetch(slot, bucket, top)
+        return _CudaFlight(self, decodes, slot, bucket, top, outputs, lengths)
+
+    def _decrees(self, decodes: list[RunningRequest], carried: bool) -> int | list[int]:
+        """Accepted drafts by decree; -1 where draws decide. A carried round is one further than its request knows."""
+        if self._simulated is None:
+            return -1
+        count, gamma = self._simulated.num_accepted, self.drafter.gamma
+        return [count(r.request.request_id, r.stats.rounds + carried, gamma) for r in decodes]
+
+    def landed(self, flight: _CudaFlight, is_live: Callable[[RunningRequest], bool]) -> _Part:
+        """What the read-back means for the requests that are still there: the host only cuts and counts."""
+        gamma, requests = self.drafter.gamma, flight.requests
+        tokens, scores = self.stage.read(flight.slot, flight.bucket, flight.top)
+        hidden, logits, token_ids = flight.outputs
+        num_rows = len(requests) * (gamma + 1)
+        part = _Part([], hidden[:num_rows], logits[:num_rows], token_ids[:num_rows])
+        rows: list[list[int]] = tokens[: len(requests)].tolist()
+        for number, (request, (count, *both)) in enumerate(zip(requests, rows, strict=True)):
+            if not is_live(request):
+                continue
+            length = min(gamma, request.draft_room) if flight.lengths is None else flight.lengths[number]
+            drafts, first_row = both[:length], number * (gamma + 1)
+            block_ids = [request.token_ids[-1], *drafts]
+            part.blocks.append(Block(request, request.kv_len, block_ids, length + 1, drafts, length, False, first_row))
+            part.first_logit_row.append(first_row)
+            emitted = [*drafts[:count], both[gamma + count]]
+            part.accepted.append(AcceptResult(count, emitted, outcome_sources(count, length)))
         part.sampled_blocks = part.blocks
-        part.first_logit_row = [number * (gamma + 1) for number in range(len(decodes))]
-        part.accepted = self.policy.accept(cast(SampleResult, _Drawn(torch.tensor(drawn))), judged, None)
+        part.scored = _entries(part, scores)
+        return part
 
     def _draft_graph(self, bucket: int, sampled: bool) -> Replay:
         return self.graphs.get("draft", (bucket, sampled), lambda: self._draft(bucket, sampled))
 
-    def _verify_graph(self, bucket: int, sampled: bool) -> Replay:
-        return self.graphs.get("verify", (bucket, sampled), lambda: self._verify(bucket, sampled))
+    def _verify_graph(self, bucket: int, sampled: bool, top: int | None) -> Replay:
+        return self.graphs.get("verify", (bucket, sampled, top), lambda: self._verify(bucket, sampled, top))
 
     def _draft(self, bucket: int, sampled: bool) -> None:
         drafter = cast(BlockDrafter, self.drafter)
-        inputs, gamma = self._quiet(bucket), drafter.gamma
+        inputs, gamma = self._inputs(bucket, first=True), drafter.gamma
         rows = round_rows(inputs, drafter.num_rows, self.page_size, False, drafter.config.mask_token_id)
         out, _ = drafter.stack.forward(drafter._embed(rows.batch.token_ids), rows.batch, drafter.pool)
         out = out.view(bucket, drafter.num_rows, -1)[:, drafter.num_rows - gamma :]
@@ -234,7 +271,7 @@ class CudaRoundRunner(RoundRunner):
     ) -> None:
         """base [R, G, V] -> the bucket's drafts, left to right where there is a sequential head."""
         bucket, gamma, _ = base.shape
-        drafts, valid, stream = self._stage.drafts[:bucket], self.sampler.valid_vocab, int(NoiseStream.TARGET)
+        drafts, valid, stream = self.stage.drafts[:bucket], self.sampler.valid_vocab, int(NoiseStream.TARGET)
         head = drafter._drawer.head
         if head is None:
             temperatures = seeds = positions = None
@@ -244,17 +281,20 @@ class CudaRoundRunner(RoundRunner):
             ids, _, _ = sampling.draw(base.flatten(0, 1), temperatures, seeds, positions, stream, valid)
             drafts.copy_(ids.view(bucket, gamma))
             return
-        w1, w2 = drafter._drawer._w1, cast(CudaLinear, drafter._whole.markov_w2).weight
+        w1, markov = drafter._drawer._w1, cast(CudaLinear, drafter._whole.markov_w2)
         previous = w1[inputs.anchors].float()
         state = head.start(hidden[:, 0])
         for k in range(gamma):
             latent, state = head.step(previous, hidden[:, k], state)
-            draw_step(base[:, k], latent, w2, w1, k, drafts[:, k], previous, noise, stream, valid)
+            draw_step(
+                base[:, k], latent, markov.weight, w1, k, drafts[:, k], previous, noise, stream, valid, markov.pdl
+            )
 
-    def _verify(self, bucket: int, sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
-        gamma = self.drafter.gamma
-        rows = round_rows(self._quiet(bucket), gamma + 1, self.page_size, True, None)
-        drafts = self._stage.drafts[:bucket]
+    def _verify(self, bucket: int, sampled: bool, top: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        gamma, stage = self.drafter.gamma, self.stage
+        inputs = self._inputs(bucket, first=not isinstance(self.drafter, BlockDrafter))
+        rows = round_rows(inputs, gamma + 1, self.page_size, True, None)
+        drafts = stage.drafts[:bucket]
         rows.batch.token_ids.view(bucket, gamma + 1)[:, 1:] = drafts
         hidden, captured = self.target.forward(rows.batch, self.pool, self.drafter.capture_layers)
         self.drafter.observe(rows.batch, captured)
@@ -262,21 +302,27 @@ class CudaRoundRunner(RoundRunner):
         temperatures = rows.temperatures if sampled else None
         stream, valid = int(NoiseStream.TARGET), self.sampler.valid_vocab
         token_ids, _, _ = sampling.draw(logits, temperatures, rows.seeds, rows.output_positions, stream, valid)
-        results = self._stage.results[:bucket]
-        results[:, :gamma] = drafts
-        results[:, gamma:] = token_ids.view(bucket, gamma + 1)
+        results = stage.tokens(bucket)
+        scored = judge(stage.message, inputs, stage.seats, drafts, token_ids, results, score=top is not None)
+        if top is not None and scored is not None:
+            emitted, divisors = scored
+            packed = stage.scores(bucket, top)
+            pack_scores(logits, emitted, top, valid, self.sampler.ops, divisors, packed)
         return hidden, logits, token_ids
 
-    def _quiet(self, bucket: int) -> RoundInputs:
-        """The bucket's inputs; all inactive in the run before a capture, so that it writes no K/V."""
-        inputs = self._stage.inputs.first(bucket)
+    def _inputs(self, bucket: int, first: bool) -> RoundInputs:
+        """The bucket's inputs, made from the message by the round's first graph. In the run before a capture all are
+        inactive, so that it writes no K/V and leaves the seats alone."""
+        inputs = self.stage.inputs.first(bucket)
+        if first:
+            take_seats(self.stage.message, self.stage.seats, inputs)
         if not self.graphs.is_capturing:
             inputs.active.zero_()
         return inputs
 
     # ---- one result ------------------------------------------------------------------------------------
 
-    def _join(self, parts: list[_Part]) -> RoundResult:
+    def join(self, parts: list[_Part]) -> RoundResult:
         """The step's result as the ordinary path would give it. Logits are joined only for those who read them."""
         row, logit_row = 0, 0
         for part in parts:
@@ -287,7 +333,9 @@ class CudaRoundRunner(RoundRunner):
             logit_row += 0 if part.logits is None else part.logits.shape[0]
         hidden = parts[0].hidden if len(parts) == 1 else torch.cat([part.hidden for part in parts])
         sampled_blocks = [block for part in parts for block in part.sampled_blocks]
-        sampled = self._sampled(parts) if any(_reads_logits(block.request) for block in sampled_blocks) else None
+        scored = [entries for part in parts for entries in part.scored]
+        reads = any(_reads_logits(*pair) for pair in zip(sampled_blocks, scored, strict=True))
+        sampled = self._sampled(parts) if reads else None
         return RoundResult(
             blocks=[block for part in parts for block in part.blocks],
             hidden=hidden,
@@ -296,67 +344,59 @@ class CudaRoundRunner(RoundRunner):
             sampled_blocks=sampled_blocks,
             first_logit_row=[first for part in parts for first in part.first_logit_row],
             accepted=[accepted for part in parts for accepted in part.accepted],
+            scored=scored,
         )
 
     def _sampled(self, parts: list[_Part]) -> SampleResult:
         drawn = [part for part in parts if part.logits is not None]
         logits = [part.logits for part in drawn if part.logits is not None]
         token_ids = [part.token_ids for part in drawn if part.token_ids is not None]
-        groups = [group for part in drawn for group in part.groups]
+        # the rows of a plain request do not depend on the drafts, only their number counts here
+        no_drafts = [0] * self.drafter.gamma
+        groups = [
+            group
+            for part in drawn
+            for group in part.groups or [RowGroup(b.request, b.request.num_output, no_drafts) for b in part.blocks]
+        ]
         adjusted = AdjustedRows(logits[0] if len(logits) == 1 else torch.cat(logits))
         result = SampleResult(adjusted, groups, self.sampler.valid_vocab, self.sampler.backend)
         result.token_ids = token_ids[0] if len(token_ids) == 1 else torch.cat(token_ids)
         return result
 
 
-def _reads_logits(request: RunningRequest) -> bool:
-    return request.params.logprobs is not None or request.request.sampling_mask is not None
+def needs_rows(request: RunningRequest) -> bool:
+    """The host must see rows of the round itself, not only what the device made of them."""
+    asked = request.request
+    return not scores_on_device(request) or asked.sampling_mask is not None or asked.return_hidden_states
+
+
+def _reads_logits(block: Block, entries: list[TokenLogprob] | None) -> bool:
+    request = block.request
+    return request.request.sampling_mask is not None or (entries is None and request.params.logprobs is not None)
+
+
+def _entries(part: _Part, scores: np.ndarray | None) -> list[list[TokenLogprob] | None]:
+    """Logprob entries of what each block emits, where the device has scored it."""
+    scored: list[list[TokenLogprob] | None] = [None] * len(part.blocks)
+    if scores is None:
+        return scored
+    asked = [number for number, block in enumerate(part.blocks) if divisor(block.request)]
+    rows: list[int] = []
+    tokens: list[int] = []
+    counts: list[int] = []
+    for number in asked:
+        emitted, first = part.accepted[number].tokens, part.first_logit_row[number]
+        rows.extend(range(first, first + len(emitted)))
+        tokens.extend(emitted)
+        counts.extend([part.blocks[number].request.params.logprobs or 0] * len(emitted))
+    entries = unpack_scores(scores[rows], tokens, counts)
+    at = 0
+    for number in asked:
+        end = at + len(part.accepted[number].tokens)
+        scored[number] = entries[at:end]
+        at = end
+    return scored
 
 
 def _bucket(count: int) -> int:
     return next(bucket for bucket in REQUEST_BUCKETS if count <= bucket)
-
-
-class _Staging:
-    """Buffers between host and device, allocated once: inputs by one copy, the page table by another, one read-back."""
-
-    def __init__(self, most: int, pages: int, gamma: int, device: torch.device) -> None:
-        self._is_cuda = pinned = device.type == "cuda"
-        self._host = torch.zeros((NUM_INTEGERS + 1, most), dtype=torch.int64, pin_memory=pinned)
-        self._device = torch.zeros((NUM_INTEGERS + 1, most), dtype=torch.int64, device=device)
-        self._host_pages = torch.zeros((most, pages), dtype=torch.int32, pin_memory=pinned)
-        numbers = self._device
-        self.inputs = RoundInputs(
-            numbers[0], numbers[1], numbers[2], numbers[3], numbers[4],
-            numbers[NUM_INTEGERS].view(torch.float32)[:most],
-            torch.zeros((most, pages), dtype=torch.int32, device=device),
-        )  # fmt: skip
-        self.drafts = torch.zeros((most, gamma), dtype=torch.int64, device=device)
-        self.results = torch.zeros((most, 2 * gamma + 1), dtype=torch.int64, device=device)
-        self._host_results = torch.zeros((most, 2 * gamma + 1), dtype=torch.int64, pin_memory=pinned)
-        self._numbers, self._table = self._host.numpy(), self._host_pages.numpy()
-        self._temperatures = self._host[NUM_INTEGERS].view(torch.float32).numpy()
-
-    def fill(self, decodes: Sequence[RunningRequest], bucket: int) -> None:
-        """Sends what a round needs of each request; the rest of the bucket is padding."""
-        count = len(decodes)
-        numbers = self._numbers
-        numbers[0, :count] = [request.token_ids[-1] for request in decodes]
-        numbers[1, :count] = [request.kv_len for request in decodes]
-        numbers[2, :count] = [request.request.seed for request in decodes]
-        numbers[3, :count] = [request.num_output for request in decodes]
-        numbers[4, :count] = 1
-        numbers[4, count:bucket] = 0
-        self._temperatures[:count] = [0.0 if r.params.greedy else r.params.temperature for r in decodes]
-        pages: np.ndarray = page_rows(decodes)
-        self._table[:count, : pages.shape[1]] = pages
-        self._device.copy_(self._host, non_blocking=True)
-        self.inputs.page_table[:count].copy_(self._host_pages[:count], non_blocking=True)
-
-    def read(self, count: int) -> list[list[int]]:
-        """The results of the first `count` requests: the one synchronisation of a round."""
-        self._host_results[:count].copy_(self.results[:count], non_blocking=True)
-        if self._is_cuda:
-            torch.cuda.current_stream().synchronize()
-        rows: list[list[int]] = self._host_results[:count].tolist()
-        return rows

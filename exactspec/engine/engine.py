@@ -13,6 +13,7 @@ from exactspec.engine.batch import Block
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.metrics import EngineMetrics, EngineStats
 from exactspec.engine.output import append_until_stop, stop_token_ids
+from exactspec.engine.overlap import RoundPipeline
 from exactspec.engine.round import RoundResult
 from exactspec.engine.runner import make_runner
 from exactspec.engine.scoring import Scorer
@@ -75,6 +76,7 @@ class Engine:
             block_rows=1 + drafter.gamma,
             hidden_states=config.hidden_states,
         )
+        self.rounds = RoundPipeline(self.scheduler, config.overlap)
         self.metrics = EngineMetrics()
         self._ended: list[StepOutput] = []  # aborted between steps, reported by the next one
 
@@ -146,13 +148,9 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Runs one step over all requests; returns what it adds to each, ends included."""
         outputs, self._ended = self._ended, []
-        plan = self.scheduler.schedule()
-        if plan.empty:
+        result = self.rounds.next(self.runner)
+        if result is None:
             return outputs
-        for chunk in plan.prefills:
-            if chunk.is_first and chunk.request.num_output == 0:  # a prefill that a retraction cut short starts over
-                chunk.request.prompt_logprobs = chunk.request.prompt_hidden = None
-        result = self.runner.run(plan)
         for block in result.blocks:
             if block.is_prefill:
                 self._commit_prefill(block, result)

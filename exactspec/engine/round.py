@@ -4,8 +4,9 @@ state of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +20,14 @@ from exactspec.sampling.adjust import make_draft_adjust
 from exactspec.sampling.rows import RowGroup
 from exactspec.sampling.sampler import Sampler, SampleResult
 from exactspec.scheduler.scheduler import StepPlan
-from exactspec.types import ForwardBatch, Proposal, RunningRequest
+from exactspec.types import ForwardBatch, Proposal, RunningRequest, TokenLogprob
 from exactspec.verify.accept import AcceptResult
 
 
 @dataclass(slots=True)
 class RoundResult:
     """What a round found out. `accepted[i]` belongs to `sampled_blocks[i]`, whose first logit row is
-    `first_logit_row[i]`.
+    `first_logit_row[i]`. `scored[i]`, where it is given, are the logprob entries of all that block i may emit.
     """
 
     blocks: list[Block]
@@ -36,6 +37,18 @@ class RoundResult:
     sampled_blocks: list[Block]
     first_logit_row: list[int]
     accepted: list[AcceptResult]
+    scored: list[list[TokenLogprob] | None] = field(default_factory=list)
+
+
+class Flight(Protocol):
+    """A decode round that is launched and not yet read."""
+
+    @property
+    def requests(self) -> list[RunningRequest]: ...
+
+    def read(self, is_live: Callable[[RunningRequest], bool]) -> RoundResult:
+        """Waits for the round and tells what it found out about the requests that are live; the rest is dropped."""
+        ...
 
 
 class RoundRunner:
@@ -57,6 +70,18 @@ class RoundRunner:
         self.pool = pool
         self.page_size = page_size
         self.device = target.backend.device
+
+    def can_launch(self, plan: StepPlan) -> bool:
+        """Whether the plan's round, and those of any part of its requests after it, may be launched unread."""
+        return False
+
+    def launch(self, decodes: list[RunningRequest], behind: Flight | None = None) -> Flight:
+        """Starts a decode round without waiting for it. Only after can_launch has agreed.
+
+        behind: the unread round just before it, all of whose accepted tokens count as committed; `decodes` are among
+        its requests, with pages for both rounds. At most one round may be unread.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads every round before the next")
 
     def run(self, plan: StepPlan) -> RoundResult:
         drafting = bool(plan.decodes) and self.drafter.gamma > 0 and self.policy.wants_drafts(plan)

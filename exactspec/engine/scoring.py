@@ -54,9 +54,12 @@ class Scorer:
         tokens: list[int] = []
         plans: list[LogprobPlan] = []
         asked: list[int] = []
+        for number, entries in enumerate(result.scored):  # the round has scored them itself, by the same processor
+            if entries is not None:
+                scored[number] = entries[: emitted[number]]
         for number, block in enumerate(result.sampled_blocks):
             plan = output_plan(block.request.params)
-            if plan is not None:
+            if plan is not None and scored[number] is None:
                 first = result.first_logit_row[number]
                 rows.extend(range(first, first + emitted[number]))
                 tokens.extend(result.accepted[number].tokens[: emitted[number]])
@@ -64,9 +67,9 @@ class Scorer:
                 asked.append(number)
         if not asked or result.sampled is None:
             return scored
-        entries = row_logprobs(result.sampled, rows, tokens, plans, self.valid_vocab)
+        found = row_logprobs(result.sampled, rows, tokens, plans, self.valid_vocab)
         at = 0
         for number in asked:
-            scored[number] = entries[at : at + emitted[number]]
+            scored[number] = found[at : at + emitted[number]]
             at += emitted[number]
         return scored

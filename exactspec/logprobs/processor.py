@@ -3,28 +3,31 @@
 The same function serves prompt rows, single rows and block rows. All kinds (contract C4) use one formula, log-softmax
 in float32 as x - logsumexp(x), on rows in the kind's domain; it reduces within a row, so a row's numbers do not depend
 on its neighbours.
+
+Two halves: `pack_scores` stays on the device and may run inside a captured step, `unpack_scores` cuts what was read.
 The normaliser runs over all V entries of a row, as the model's own softmax does; ids at and beyond valid_vocab are
 padding and are never listed among the most likely.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from exactspec.errors import ExactSpecError
-from exactspec.sampling.row_ops import TORCH_ROW_OPS, RowOps
+from exactspec.sampling.row_ops import TORCH_ROW_OPS, RowOps, RowScorer
 from exactspec.types import LogprobsKind, SamplingParams, TokenLogprob
 
 # What an impossible token's -inf becomes: JSON has no infinities. The most negative finite float32.
 LOGPROB_FLOOR = torch.finfo(torch.float32).min
 CHUNK_ROWS, CHUNK_ROWS_GPU = 16, 512
 SMALL_TOP_K = 64  # rows that ask for more are worked on apart, so that they do not slow the others
+Pairs = tuple[tuple[int, float], ...]  # (token id, logprob)
 
 
 @dataclass(frozen=True)
@@ -120,34 +123,74 @@ def row_logprobs(
     return [entry for entry in results if entry is not None]
 
 
+def pack_scores(
+    rows: Tensor,
+    token_ids: Tensor,
+    top_k: int,
+    valid_vocab: int,
+    ops: RowOps,
+    divisors: Tensor | None = None,
+    packed: Tensor | None = None,
+) -> Tensor:
+    """The device's half of the processor, free of read-backs: all numbers of rows [N, V] that ask for at most top_k.
+
+    token_ids [N] int64 -> [N, 1 + 2 * top_k] int32: the float32 bits of the logprobs of the token and of the top_k most
+    likely (falling, ties by rising id, below valid_vocab), then the ids of those. `divisors` and `packed` (where the
+    result goes) are for devices that are RowScorers: see there.
+    """
+    if isinstance(ops, RowScorer) and top_k <= ops.most_scored:
+        return ops.score_rows(rows, token_ids, top_k, valid_vocab, divisors, packed)
+    if divisors is not None or packed is not None:
+        raise ValueError(f"divisors and packed need a device that scores rows itself, and top_k within it, got {top_k}")
+    index = token_ids[:, None]
+    if top_k:
+        index = torch.cat([index, ops.topk_rows(rows[:, :valid_vocab], top_k)[1]], dim=1)
+    values = (rows.gather(1, index) - ops.logsumexp_rows(rows)[1][:, None]).clamp_(min=LOGPROB_FLOOR)
+    return torch.cat([values.view(torch.int32), index[:, 1:].int()], dim=1)
+
+
+def unpack_scores(
+    packed: np.ndarray, token_ids: Sequence[int], counts: Sequence[int], chosen: Sequence[Pairs] | None = None
+) -> list[TokenLogprob]:
+    """The host's half: entries from the rows of pack_scores, read back. counts[i] of row i's most likely are listed."""
+    top_k = packed.shape[1] // 2
+    values = packed[:, : 1 + top_k].view(np.float32).tolist()
+    top_ids = packed[:, 1 + top_k :].tolist()
+    entries = []
+    for i, (token, row, ids, count) in enumerate(zip(token_ids, values, top_ids, counts, strict=True)):
+        if row[0] != row[0]:
+            raise ExactSpecError(f"logits: the row of token {token} holds NaN or no finite entry")
+        top = tuple(zip(ids[:count], row[1:], strict=False)) if count else ()
+        entries.append(TokenLogprob(token, row[0], top, chosen[i] if chosen else ()))
+    return entries
+
+
 def _chunk(
     rows: Tensor, token_ids: list[int], plans: Sequence[LogprobPlan], valid_vocab: int, ops: RowOps
 ) -> list[TokenLogprob]:
-    """One read-back for the values: per row the token, then the top ids, then the chosen ids, padded to one width."""
-    tops = _top_lists(rows, [min(plan.top_k, valid_vocab) for plan in plans], valid_vocab, ops)
-    wanted = [[token, *top, *plan.token_ids] for token, top, plan in zip(token_ids, tops, plans, strict=True)]
-    width = max(len(ids) for ids in wanted)
-    index = torch.tensor([ids + ids[:1] * (width - len(ids)) for ids in wanted], device=rows.device)
-    lse = ops.logsumexp_rows(rows)[1]
-    values = (rows.gather(1, index) - lse[:, None]).clamp_(min=LOGPROB_FLOOR).tolist()
-    return [_entry(ids, row_values, len(top)) for ids, row_values, top in zip(wanted, values, tops, strict=True)]
-
-
-def _entry(ids: list[int], values: list[float], num_top: int) -> TokenLogprob:
-    if math.isnan(values[0]):
-        raise ExactSpecError(f"logits: the row of token {ids[0]} holds NaN or no finite entry")
-    pairs = tuple(zip(ids, values, strict=False))
-    return TokenLogprob(ids[0], values[0], pairs[1 : 1 + num_top], pairs[1 + num_top :])
-
-
-def _top_lists(rows: Tensor, counts: list[int], valid_vocab: int, ops: RowOps) -> list[list[int]]:
-    """Ids of the counts[i] most likely tokens of each row."""
-    lists: list[list[int]] = [[] for _ in counts]
-    small = [i for i, k in enumerate(counts) if 0 < k <= SMALL_TOP_K]
+    """One read-back for rows that ask for few alternatives, one for each that asks for many, one for chosen ids."""
+    counts = [min(plan.top_k, valid_vocab) for plan in plans]
+    small = [i for i, k in enumerate(counts) if k <= SMALL_TOP_K]
     large = [[i] for i, k in enumerate(counts) if k > SMALL_TOP_K]
+    chosen = _chosen(rows, plans, ops)
+    results: dict[int, TokenLogprob] = {}
     for part in ([small] if small else []) + large:
         picked = rows if len(part) == len(counts) else rows[torch.tensor(part, device=rows.device)]
-        found = ops.topk_rows(picked[:, :valid_vocab], max(counts[i] for i in part))[1].tolist()
-        for i, ids in zip(part, found, strict=True):
-            lists[i] = ids[: counts[i]]
-    return lists
+        ids = [token_ids[i] for i in part]
+        index = torch.tensor(ids, dtype=torch.int64, device=rows.device)
+        packed = pack_scores(picked, index, max(counts[i] for i in part), valid_vocab, ops).cpu().numpy()
+        found = unpack_scores(packed, ids, [counts[i] for i in part], [chosen[i] for i in part])
+        results.update(zip(part, found, strict=True))
+    return [results[i] for i in range(len(counts))]
+
+
+def _chosen(rows: Tensor, plans: Sequence[LogprobPlan], ops: RowOps) -> list[Pairs]:
+    """The asked ids of each row with their logprobs, in the asked order."""
+    width = max(len(plan.token_ids) for plan in plans)
+    if not width:
+        return [()] * len(plans)
+    index = torch.tensor(
+        [[*plan.token_ids, *[0] * (width - len(plan.token_ids))] for plan in plans], device=rows.device
+    )
+    values = (rows.gather(1, index) - ops.logsumexp_rows(rows)[1][:, None]).clamp_(min=LOGPROB_FLOOR).tolist()
+    return [tuple(zip(plan.token_ids, row, strict=False)) for plan, row in zip(plans, values, strict=True)]

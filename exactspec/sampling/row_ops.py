@@ -33,6 +33,26 @@ class RowOps(Protocol):
         ...
 
 
+@runtime_checkable
+class RowScorer(Protocol):
+    """What a backend may offer on top of RowOps: all that a logprob entry needs, in one pass, nothing read back."""
+
+    most_scored: int  # greatest k
+
+    def score_rows(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        k: int,
+        valid_vocab: int,
+        divisors: Tensor | None = None,
+        packed: Tensor | None = None,
+    ) -> Tensor:
+        """[N, V] float32, token_ids [N] -> packed [N, 1 + 2k] int32: float32 bits of the logprobs of the token and of
+        the k most likely, then the ids of those. Rows are divided by divisors [N] first; divisor 0 leaves a row out."""
+        ...
+
+
 class TorchRowOps:
     """Plain torch operators, any device."""
 

@@ -18,6 +18,7 @@ class ServiceQueue:
 
     def __init__(self) -> None:
         self._items: list[RunningRequest] = []
+        self._members: set[RunningRequest] = set()
 
     def __len__(self) -> int:
         return len(self._items)
@@ -26,8 +27,7 @@ class ServiceQueue:
         return iter(self._items)
 
     def __contains__(self, request: RunningRequest) -> bool:
-        index = self._index(request)
-        return index < len(self._items) and self._items[index] is request
+        return request in self._members
 
     @property
     def first(self) -> RunningRequest:
@@ -39,12 +39,11 @@ class ServiceQueue:
 
     def add(self, request: RunningRequest) -> None:
         insort(self._items, request, key=service_order)
+        self._members.add(request)
 
     def remove(self, request: RunningRequest) -> None:
         """Raises KeyError if it is not here."""
         if request not in self:
             raise KeyError(request.request.request_id)
-        del self._items[self._index(request)]
-
-    def _index(self, request: RunningRequest) -> int:
-        return bisect_left(self._items, service_order(request), key=service_order)
+        del self._items[bisect_left(self._items, service_order(request), key=service_order)]
+        self._members.remove(request)

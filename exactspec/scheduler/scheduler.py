@@ -8,6 +8,8 @@ other forever: the first running request is retracted by nobody, gets rows in ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from exactspec.cache.allocator import CacheIntegrityError
 from exactspec.cache.manager import CacheManager
 from exactspec.errors import ConfigError, QueueFullError, RequestError
@@ -66,6 +68,7 @@ class Scheduler:
         self._by_id: dict[str, RunningRequest] = {}
         self._fresh: set[str] = set()  # admitted, no chunk planned yet
         self._next_arrival = 0
+        self._nobody_fits = False  # the last plan admitted all it could, and nothing has changed since
 
     # ---- requests come and go ------------------------------------------------------------------------------
 
@@ -92,6 +95,7 @@ class Scheduler:
         self._next_arrival += 1
         self._by_id[request.request.request_id] = request
         self._waiting.add(request)
+        self._nobody_fits = False
 
     def finish(self, request: RunningRequest) -> None:
         """Takes a running request out; its pages go to the prefix cache or are freed."""
@@ -112,6 +116,7 @@ class Scheduler:
         return request
 
     def _forget(self, request: RunningRequest) -> None:
+        self._nobody_fits = False
         del self._by_id[request.request.request_id]
         self._fresh.discard(request.request.request_id)
 
@@ -128,6 +133,7 @@ class Scheduler:
         request.stats.num_retracted += 1
         self.num_retractions += 1
         self._waiting.add(request)
+        self._nobody_fits = False
 
     def find(self, request_id: str) -> RunningRequest | None:
         return self._by_id.get(request_id)
@@ -154,6 +160,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self._by_id
 
+    @property
+    def may_admit(self) -> bool:
+        """A waiting request might start if a step were planned now. Growing running requests make no room for it."""
+        return bool(self._waiting) and not self._nobody_fits
+
     def check_integrity(self) -> None:
         self.cache.check_integrity(self.requests())
 
@@ -174,7 +185,16 @@ class Scheduler:
                 budget -= self._plan_chunk(request, budget, plan)
         if not plan.retracted:  # else memory is short: nobody new
             self._admit(budget, prefilling, plan)
+            self._nobody_fits = not plan.prefills
         return plan
+
+    def reserve_ahead(self, requests: Sequence[RunningRequest]) -> bool:
+        """Room for two decode rounds of each request, the first of them not committed yet; nobody is retracted for it.
+
+        False: there is not room for all; what was reserved by then stays reserved.
+        """
+        rows, reserve = self.gamma_rows, self.cache.reserve
+        return all(reserve(r, min(r.kv_len + 2 * rows, r.max_tokens + rows - 1)) for r in requests)
 
     def _reserve_round(self, request: RunningRequest, plan: StepPlan) -> bool:
         """Room for a decode round; False when `request` itself had to be retracted for lack of it.

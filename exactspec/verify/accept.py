@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -36,14 +37,18 @@ class TargetRows(Protocol):
     def processed(self, rows: Sequence[int]) -> Tensor: ...
 
 
+@cache
+def outcome_sources(num_accepted: int, num_verified: int) -> list[TokenSource]:
+    """Sources of what a round commits. The list is shared: read it, copy it, do not change it."""
+    if not num_verified:
+        return [TokenSource.PLAIN]
+    last = TokenSource.BONUS if num_accepted == num_verified else TokenSource.CORRECTION
+    return [TokenSource.ACCEPTED] * num_accepted + [last]
+
+
 def _outcome(group: RowGroup, num_accepted: int, last: int) -> AcceptResult:
-    verified = len(group.draft_tokens)
-    if not verified:
-        kind = TokenSource.PLAIN
-    else:
-        kind = TokenSource.BONUS if num_accepted == verified else TokenSource.CORRECTION
     tokens = [*group.draft_tokens[:num_accepted], last]
-    return AcceptResult(num_accepted, tokens, [TokenSource.ACCEPTED] * num_accepted + [kind])
+    return AcceptResult(num_accepted, tokens, outcome_sources(num_accepted, len(group.draft_tokens)))
 
 
 def accept_coupled(token_ids: Sequence[int] | Tensor, groups: Sequence[RowGroup]) -> list[AcceptResult]:

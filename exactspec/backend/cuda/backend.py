@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
-from exactspec.backend.cuda import sampling
+from exactspec.backend.cuda import sampling, scores
 from exactspec.backend.cuda.elementwise import rms_norm
 from exactspec.backend.cuda.linear import CudaLinear
 from exactspec.backend.cuda.stack import CudaStack
@@ -28,6 +28,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    most_scored = scores.MOST_TOP
     most_scored = scores.MOST_TOP
     parallel = SINGLE
 
@@ -94,7 +95,19 @@ class CudaBackend:
 
     def logsumexp_rows(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """[N, V] float32 -> (row maximum [N], logsumexp [N])."""
-        return sampling.logsumexp(logits)
+        return scores.logsumexp(logits)
+
+    def score_rows(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        k: int,
+        valid_vocab: int,
+        divisors: Tensor | None = None,
+        packed: Tensor | None = None,
+    ) -> Tensor:
+        """The numbers of logprob entries, [N, 1 + 2k] int32; see scores.score_rows."""
+        return scores.score_rows(logits, token_ids, k, valid_vocab, divisors, packed)
 
     def topk_rows(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """[N, V] float32 -> (values [N, k] falling, ids [N, k] int64), ties by rising id.

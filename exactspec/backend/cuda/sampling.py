@@ -132,12 +132,6 @@ def draw(
     return ids, logprobs, lse
 
 
-def logsumexp(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, V] float32 -> (row maximum [N], logsumexp [N]); summed by chunks of fixed size: each row for itself."""
-    _, _, greatest, lse = _draw_rows(logits, None, None, None, 0, None)
-    return greatest, lse
-
-
 def _draw_rows(
     logits: Tensor,
     temperatures: Tensor | None,

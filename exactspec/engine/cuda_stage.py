@@ -1,0 +1,213 @@
+"""Between host and device in captured rounds: one message out, one read-back, and who has which seat.
+
+Buffers are allocated once. The host's ends are pinned and there are two of each, so that a round can be staged while
+the one before it is still running; a buffer is used again only when the round that used it has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exactspec.backend.cuda.decode import RoundInputs
+from exactspec.backend.cuda.seats import NUM_FIELDS, Field, make_seats
+from exactspec.logprobs.processor import output_plan
+from exactspec.types import RunningRequest
+
+TOP_BUCKETS = (0, 5, 20)  # alternatives per row that a captured round can score
+ROUNDS_AT_ONCE = 2
+
+
+def scores_on_device(request: RunningRequest) -> bool:
+    """Its logprobs, if it asks for any, are numbers that a captured round makes (raw and scaled rows, few of them)."""
+    plan = output_plan(request.params)
+    return plan is None or (plan.kind != "processed" and plan.top_k <= TOP_BUCKETS[-1] and not plan.token_ids)
+
+
+def divisor(request: RunningRequest) -> float:
+    """What a plain request's logits are divided by before they are scored; 0 if it wants no scores from the device."""
+    params = request.params
+    if params.logprobs is None or not scores_on_device(request):
+        return 0.0
+    return params.temperature if params.logprobs_kind == "scaled" and not params.greedy else 1.0
+
+
+def top_bucket(requests: Sequence[RunningRequest]) -> int | None:
+    """Alternatives to score in a round over these requests; None when nobody wants scores."""
+    wanted = [request.params.logprobs or 0 for request in requests if divisor(request)]
+    return next(top for top in TOP_BUCKETS if max(wanted) <= top) if wanted else None
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    number: int
+    pages: list[int]  # the request's own list: a request that was retracted comes back with another
+    num_sent: int = 0  # pages of it that the device knows
+
+
+class Slot:
+    """The host's buffers of one round, and the event that says they are done with."""
+
+    def __init__(self, most: int, num_results: int, is_cuda: bool) -> None:
+        self.message = torch.zeros((NUM_FIELDS, most), dtype=torch.int64, pin_memory=is_cuda)
+        self.results = torch.zeros(num_results, dtype=torch.int64, pin_memory=is_cuda)
+        self.rows, self.numbers = self.message.numpy(), self.results.numpy()
+        self.done = torch.cuda.Event() if is_cuda else None
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
+
+
+class RoundStage:
+    """Stages rounds of at most `most` requests with `pages` pages each and gamma drafts."""
+
+    def __init__(self, most: int, pages: int, gamma: int, device: torch.device) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.gamma, self.device = gamma, device
+        self.seats = make_seats(most, pages, device)
+        self.inputs = RoundInputs(
+            zeros(most), zeros(most), zeros(most), zeros(most), zeros(most), zeros(most, dtype=torch.float32),
+            zeros(most, pages, dtype=torch.int32),
+        )  # fmt: skip
+        self.message, self.drafts = zeros(NUM_FIELDS, most), zeros(most, gamma)
+        size = self._size(most, TOP_BUCKETS[-1])
+        self._results = zeros(size)
+        self._slots = [Slot(most, size, device.type == "cuda") for _ in range(ROUNDS_AT_ONCE)]
+        self._rows = np.zeros((NUM_FIELDS, most), dtype=np.int64)
+        self._rows[Field.PAGE_INDEX] = -1
+        self._requests: list[RunningRequest] = []  # of the last round, in the order of its rows
+        self._seats: list[_Seat] = []  # theirs
+        self._free = list(range(most - 1, -1, -1))
+        self.wait_seconds = 0.0  # spent waiting for the device, ever
+
+    @property
+    def most_pages(self) -> int:
+        return self.seats.page_table.shape[1]
+
+    # ---- where a round leaves its results ------------------------------------------------------------
+
+    def _size(self, bucket: int, top: int | None) -> int:
+        """int64 numbers of a round's results: accepted, drafts and drawn tokens; then the packed scores."""
+        scores = 0 if top is None else bucket * (self.gamma + 1) * (1 + 2 * top)
+        return bucket * (2 * self.gamma + 2) + (scores + 1) // 2
+
+    def tokens(self, bucket: int) -> Tensor:
+        """[bucket, 2G + 2] int64, as `seats.judge` fills it."""
+        width = 2 * self.gamma + 2
+        return self._results[: bucket * width].view(bucket, width)
+
+    def scores(self, bucket: int, top: int) -> Tensor:
+        """[bucket * (G + 1), 1 + 2 * top] int32, as the logprob processor packs it."""
+        first, rows, width = 2 * bucket * (2 * self.gamma + 2), bucket * (self.gamma + 1), 1 + 2 * top
+        return self._results.view(torch.int32)[first : first + rows * width].view(rows, width)
+
+    # ---- a round's message ----------------------------------------------------------------------------
+
+    def send(
+        self,
+        requests: list[RunningRequest],
+        carried: bool,
+        most_drafts: list[int] | None = None,
+        decrees: int | list[int] = -1,
+    ) -> Slot:
+        """Sends what a round over `requests` needs to know; returns its buffers, which `fetch` and `read` want.
+
+        carried: every request was in the round before, which may be running still: the device knows its token and
+        position better. most_drafts: how many drafts were proposed to each (None: as many as it may have).
+        """
+        count, rows = len(requests), self._rows
+        if requests != self._requests:
+            self._take_seats(requests)
+        rows[Field.CARRIED, :count] = carried
+        if not carried:
+            rows[Field.ANCHOR, :count] = [request.token_ids[-1] for request in requests]
+            rows[Field.POSITION, :count] = [request.kv_len for request in requests]
+        if most_drafts is not None:
+            rows[Field.MOST_DRAFTS, :count] = most_drafts
+        rows[Field.DECREE, :count] = decrees
+        self._note_pages(requests)
+        slot = self._slots.pop(0)
+        self._slots.append(slot)
+        slot.wait()  # only a round that nobody read can be on its way still
+        np.copyto(slot.rows, rows)
+        self.message.copy_(slot.message, non_blocking=True)
+        return slot
+
+    def _take_seats(self, requests: list[RunningRequest]) -> None:
+        """Seats for these requests alone; the others' are free again."""
+        known = dict(zip(self._requests, self._seats, strict=True))
+        kept = [known.pop(request, None) for request in requests]
+        self._free.extend(seat.number for seat in known.values())
+        self._seats = [seat if seat is not None else _Seat(self._free.pop(), []) for seat in kept]
+        self._requests = list(requests)
+        count, rows = len(requests), self._rows
+        rows[:, count:] = 0
+        rows[Field.PAGE_INDEX, count:] = -1
+        rows[Field.SEAT, :count] = [seat.number for seat in self._seats]
+        rows[Field.SEED, :count] = [request.request.seed for request in requests]
+        rows[Field.OUTPUT_OFFSET, :count] = [1 - request.prompt_len for request in requests]
+        rows[Field.LIMIT, :count] = [request.max_tokens for request in requests]
+        rows[Field.ACTIVE, :count] = 1
+        caps = [request.request.max_drafts for request in requests]
+        rows[Field.MOST_DRAFTS, :count] = [self.gamma if cap is None else min(cap, self.gamma) for cap in caps]
+        temperatures = [0.0 if r.params.greedy else r.params.temperature for r in requests]
+        rows[Field.TEMPERATURE, :count] = _bits(temperatures)
+        rows[Field.DIVISOR, :count] = _bits([divisor(request) for request in requests])
+
+    def _note_pages(self, requests: list[RunningRequest]) -> None:
+        """One new page of a request travels in the message; more go ahead of it."""
+        rows = self._rows
+        rows[Field.PAGE_INDEX, : len(requests)] = -1
+        many: list[tuple[_Seat, int]] = []
+        for row, (request, seat) in enumerate(zip(requests, self._seats, strict=True)):
+            pages = request.pages
+            if pages is seat.pages and len(pages) == seat.num_sent:
+                continue
+            sent = seat.num_sent if pages is seat.pages and len(pages) > seat.num_sent else 0
+            if len(pages) - sent == 1:
+                rows[Field.PAGE_INDEX, row], rows[Field.PAGE, row] = sent, pages[-1]
+            else:
+                many.append((seat, sent))
+            seat.pages, seat.num_sent = pages, len(pages)
+        if many:
+            width = self.most_pages
+            places = [seat.number * width + at for seat, sent in many for at in range(sent, len(seat.pages))]
+            pages_sent = [page for seat, sent in many for page in seat.pages[sent:]]
+            index = torch.tensor(places, dtype=torch.int64).to(self.device)
+            values = torch.tensor(pages_sent, dtype=torch.int32).to(self.device)
+            self.seats.page_table.view(-1).index_copy_(0, index, values)
+
+    # ---- a round's results ----------------------------------------------------------------------------
+
+    def fetch(self, slot: Slot, bucket: int, top: int | None) -> None:
+        """Starts the one copy of a round's results."""
+        size = self._size(bucket, top)
+        slot.results[:size].copy_(self._results[:size], non_blocking=True)
+        if slot.done is not None:
+            slot.done.record()
+
+    def read(self, slot: Slot, bucket: int, top: int | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """Waits for a round; its results as `tokens` and `scores` lay them out, valid until two rounds later."""
+        start = time.perf_counter()
+        slot.wait()
+        self.wait_seconds += time.perf_counter() - start
+        width = 2 * self.gamma + 2
+        tokens = slot.numbers[: bucket * width].reshape(bucket, width)
+        if top is None:
+            return tokens, None
+        rows = bucket * (self.gamma + 1)
+        scores = slot.numbers.view(np.int32)[2 * bucket * width :][: rows * (1 + 2 * top)]
+        return tokens, scores.reshape(rows, 1 + 2 * top)
+
+
+def _bits(values: list[float]) -> np.ndarray:
+    """float32 bits in the low half of int64."""
+    return np.array(values, dtype=np.float32).view(np.uint32).astype(np.int64)
