@@ -281,14 +281,12 @@ class CudaRoundRunner(RoundRunner):
             ids, _, _ = sampling.draw(base.flatten(0, 1), temperatures, seeds, positions, stream, valid)
             drafts.copy_(ids.view(bucket, gamma))
             return
-        w1, markov = drafter._drawer._w1, cast(CudaLinear, drafter._whole.markov_w2)
+        w1, w2 = drafter._drawer._w1, cast(CudaLinear, drafter._whole.markov_w2).weight
         previous = w1[inputs.anchors].float()
         state = head.start(hidden[:, 0])
         for k in range(gamma):
             latent, state = head.step(previous, hidden[:, k], state)
-            draw_step(
-                base[:, k], latent, markov.weight, w1, k, drafts[:, k], previous, noise, stream, valid, markov.pdl
-            )
+            draw_step(base[:, k], latent, w2, w1, k, drafts[:, k], previous, noise, stream, valid)
 
     def _verify(self, bucket: int, sampled: bool, top: int | None) -> tuple[Tensor, Tensor, Tensor]:
         gamma, stage = self.drafter.gamma, self.stage

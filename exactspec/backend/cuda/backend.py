@@ -29,7 +29,6 @@ class CudaBackend:
 
     name = "cuda"
     most_scored = scores.MOST_TOP
-    most_scored = scores.MOST_TOP
     parallel = SINGLE
 
     def __init__(

@@ -190,17 +190,15 @@ def draw_step(
     sampled: tuple[Tensor, Tensor, Tensor] | None,
     stream: int,
     valid_vocab: int,
-    pdl: bool = False,
 ) -> None:
     """Draws draft position `step` for all requests: ids[r] = argmax((base[r] + w2 @ latent[r]) / T + noise).
 
     base [R, V] float32 and ids [R] int64 may be strided; latent [R, r] float32, w1 and w2 [V, r];
     previous [R, r] float32 receives w1[ids]. sampled: (temperatures, seeds, output positions) [R] or None.
-    pdl: kernels may start before what they depend on has ended (launch.py).
     """
     count, rank = latent.shape
     if count <= FEW:
-        draw_step_few(base, latent, w2, w1, step, ids, previous, sampled, stream, valid_vocab, pdl)
+        draw_step_few(base, latent, w2, w1, step, ids, previous, sampled, stream, valid_vocab)
         return
     chunks = triton.cdiv(valid_vocab, TOKENS_PER_PROGRAM)
     score = torch.empty((count, chunks), dtype=torch.float32, device=base.device)

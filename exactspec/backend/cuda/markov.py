@@ -1,8 +1,7 @@
 """One step of the sequential draw for few requests: a matrix-vector product over W2 [V, r], draw included.
 
-With one request a step does nothing but read W2, as many times a block as it has positions. So the rows of W2 are
-asked for before the kernel waits for its input (launch.py): while the last step's winner is still being found, the
-next step's weights arrive. Products and sums stay in registers; nothing of the size of the vocabulary is written.
+With one request a step does nothing but read W2, as many times a block as it has positions. Products, noise and
+sums stay in registers; nothing of the size of the vocabulary is written.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from exactspec.backend.cuda.launch import BEFORE_WAIT, OFF, launch_options, wait_for_input
 from exactspec.backend.cuda.sampling import to_gumbel
 from exactspec.backend.cuda.tiles import next_power_of_2
 
@@ -37,7 +35,7 @@ def _token_noise(seed, position, STREAM: tl.constexpr, chunk, BLOCK_V: tl.conste
 def _score_kernel(
     base, base_stride, latent, w2, temperatures, seeds, positions, step, part_score, part_id, VALID, CHUNKS,
     R: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STREAM: tl.constexpr,
-    GREEDY: tl.constexpr, PDL: tl.constexpr,
+    GREEDY: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk of tokens): best of (base + w2 @ latent) / T + noise in the chunk, for each of R requests."""
     chunk = tl.program_id(0)
@@ -46,16 +44,16 @@ def _score_kernel(
     ok, k_ok = token < VALID, k < RANK
     rows = w2 + token.to(tl.int64)[:, None] * RANK + k[None, :]
     w = tl.load(rows, mask=ok[:, None] & k_ok[None, :], other=0.0)
-    wait_for_input(PDL)
     for r in tl.static_range(R):
         u = tl.load(latent + r * RANK + k, mask=k_ok, other=0.0)
         score = tl.load(base + r * base_stride + token, mask=ok, other=float("-inf"))
+        if not GREEDY:  # before the product: while the weights are on their way
+            noise = _token_noise(tl.load(seeds + r), tl.load(positions + r) + step, STREAM, chunk, BLOCK_V)
         score += tl.sum(w.to(tl.float32) * u[None, :], 1)
         if not GREEDY:
             temperature = tl.load(temperatures + r)
-            if temperature > 0.0:
-                noise = _token_noise(tl.load(seeds + r), tl.load(positions + r) + step, STREAM, chunk, BLOCK_V)
-                score = score / temperature + noise
+            hot = tl.where(temperature > 0.0, temperature, 1.0)
+            score = tl.where(temperature > 0.0, score / hot + noise, score)
         top = tl.max(score, 0)
         tl.store(part_score + r * CHUNKS + chunk, top)
         tl.store(part_id + r * CHUNKS + chunk, tl.min(tl.where(score == top, token, 2147483647), 0))
@@ -64,13 +62,12 @@ def _score_kernel(
 @triton.jit
 def _winner_kernel(
     part_score, part_id, ids, id_stride, table, latent, CHUNKS, V, RANK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program r: the winner of the chunks, and its row of `table` for the next step."""
     r = tl.program_id(0)
     c = tl.arange(0, BLOCK)
     k = tl.arange(0, BLOCK_K)
-    wait_for_input(PDL)
     score = tl.load(part_score + r * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
     token = tl.load(part_id + r * CHUNKS + c, mask=c < CHUNKS, other=2147483647)
     winner = tl.min(tl.where(score == tl.max(score, 0), token, 2147483647), 0)
@@ -91,23 +88,20 @@ def draw_step_few(
     sampled: tuple[Tensor, Tensor, Tensor] | None,
     stream: int,
     valid_vocab: int,
-    pdl: bool = False,
 ) -> None:
-    """decode.draw_step for at most FEW requests; pdl: kernels may start early."""
+    """decode.draw_step for at most FEW requests."""
     count, rank = latent.shape
     chunks = triton.cdiv(valid_vocab, TOKENS_PER_PROGRAM)
     score = torch.empty((count, chunks), dtype=torch.float32, device=base.device)
     token = torch.empty((count, chunks), dtype=torch.int32, device=base.device)
     temperatures, seeds, positions = sampled or (latent, ids, ids)
     block_k = max(16, next_power_of_2(rank))
-    mode = BEFORE_WAIT if pdl else OFF
-    launch = launch_options(mode)
     _score_kernel[(chunks,)](
         base, base.stride(0), latent, w2, temperatures, seeds, positions, step, score, token, valid_vocab, chunks,
         R=count, RANK=rank, BLOCK_K=block_k, BLOCK_V=TOKENS_PER_PROGRAM, STREAM=stream, GREEDY=sampled is None,
-        PDL=mode, num_warps=NUM_WARPS, **launch,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
     _winner_kernel[(count,)](
         score, token, ids, ids.stride(0), w1, previous, chunks, w1.shape[0], RANK=rank, BLOCK_K=block_k,
-        BLOCK=next_power_of_2(chunks), PDL=mode, num_warps=8, **launch,
+        BLOCK=next_power_of_2(chunks), num_warps=8,
     )  # fmt: skip

@@ -42,9 +42,7 @@ _TABLE: dict[str, tuple[tuple[int, Tile], ...]] = {
         (16, Tile(16, 128, 64, 4, 5)),
         (32, Tile(32, 64, 128, 4, 4)),
         (64, Tile(64, 64, 64, 4, 6)),
-        (128, Tile(128, 64, 64, 4, 4)),
-        (256, Tile(64, 128, 64, 4, 4, wide=True, per_sm=2)),
-        (ANY, Tile(128, 64, 64, 4, 4, wide=True, per_sm=2)),
+        (ANY, Tile(128, 128, 64, 8, 3)),
     ),
     "wide": (
         (16, Tile(16, 64, 128, 4, 4)),
