@@ -26,9 +26,14 @@ test: $(VENV)/.test
 	$(BIN)/ruff format --check exactspec tests
 	$(BIN)/mypy
 	$(BIN)/exactspec info smollm2-135m
+	-$(BIN)/python tests/e2e/peer_shim.py
 	$(BIN)/pytest -m 'not long and not cuda' --durations=15
 
-test-long: $(VENV)/.test
+$(VENV)/.harness: $(VENV)/.test
+	$(BIN)/pip install -q -e '.[harness]'
+	touch $@
+
+test-long: $(VENV)/.harness
 	$(BIN)/pytest -m 'not cuda' --timeout 3600
 
 check: $(VENV)/.base

@@ -1,8 +1,7 @@
-"""Real clients against a real server on SmolLM2-135M: the guides' examples, the openai package, scoring, rollouts."""
+"""Against a real server on SmolLM2-135M: the guides' examples, scoring, rollouts, rescoring."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import json
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from serving import Running, running_server
@@ -72,42 +70,6 @@ def test_examples_of_the_guides(server: Running, kind: str, code: str) -> None:
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             exec(code, {"URL": server.url})
-
-
-MESSAGES: list[Any] = [{"role": "user", "content": "Write one sentence about rain."}]
-
-
-def test_openai_client_streams_what_it_answers(server: Running) -> None:
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="EMPTY")
-    options: dict[str, Any] = {
-        "model": "default", "messages": MESSAGES, "max_tokens": 40, "temperature": 1.0, "seed": 11, "logprobs": True,
-        "top_logprobs": 3, "n": 2,
-    }  # fmt: skip
-    whole = client.chat.completions.create(**options)
-    text, entries = {0: "", 1: ""}, {0: [], 1: []}
-    for chunk in client.chat.completions.create(**options, stream=True):
-        for choice in chunk.choices:
-            text[choice.index] += choice.delta.content or ""
-            entries[choice.index] += (choice.logprobs.content or []) if choice.logprobs else []
-    for choice in whole.choices:
-        assert text[choice.index] == choice.message.content
-        assert entries[choice.index] == choice.logprobs.content
-        for entry in choice.logprobs.content:
-            assert len(entry.top_logprobs) == 3
-            assert entry.top_logprobs[0].logprob >= entry.logprob
-    assert text[0] != text[1]
-
-
-def test_openai_async_client(server: Running) -> None:
-    async def ask() -> list[str]:
-        client = openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="EMPTY")
-        answers = await asyncio.gather(
-            *(client.completions.create(model="default", prompt=f"Count: {i},", max_tokens=8, seed=i) for i in range(8))
-        )
-        return [answer.choices[0].text for answer in answers]
-
-    first, second = asyncio.run(ask()), asyncio.run(ask())
-    assert first == second
 
 
 CHOICES = [
