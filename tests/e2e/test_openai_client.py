@@ -109,9 +109,6 @@ def _check_chat_entries(entries: list[Any], top: int) -> None:
         assert entry.logprob <= 0
         values = [other.logprob for other in entry.top_logprobs]
         assert values == sorted(values, reverse=True)
-        assert (
-            all(other.logprob != entry.logprob for other in entry.top_logprobs if other.bytes != entry.bytes) or sampled
-        )
         if values:
             assert values[0] >= entry.logprob
         for other in entry.top_logprobs:
