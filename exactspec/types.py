@@ -206,6 +206,16 @@ class RequestStats:
     cached_tokens: int = 0
     num_retracted: int = 0
 
+    def note_round(self, drafted: int, verified: int, accepted: int, committed: int) -> None:
+        """Counts one round."""
+        self.rounds += 1
+        self.num_drafted += drafted
+        self.num_verified += verified
+        self.num_accepted += accepted
+        self.num_committed += committed
+        self.accepted_per_round.append(accepted)
+        self.verified_per_round.append(verified)
+
     @property
     def accept_length(self) -> float:
         """Mean tokens committed per round, bonus included; 0.0 before the first round."""

@@ -4,17 +4,20 @@
     python -m exactspec.bench.device --shape smollm2-135m --streams 1 64 256 --accept-length 4.05
 
 Step times are medians of replays of a captured graph, by device events, over contexts full of random K/V. Engine
-figures are wall time of whole steps in the steady state, scheduling and output included.
+figures are wall time of whole steps in the steady state, scheduling and output included; `--overlap both` and
+`--logprobs -1 5` repeat them with and without.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -27,12 +30,14 @@ from exactspec.draft.random_weights import random_draft
 from exactspec.draft.simulate import SimulatedAcceptance
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
-from exactspec.engine.runner import make_runner
 from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyPolicy
 from exactspec.errors import DeviceError
 from exactspec.model.random_weights import random_target
 from exactspec.model.target import TargetModel
 from exactspec.types import ForwardBatch, Request, SamplingParams
+
+if TYPE_CHECKING:
+    from exactspec.engine.cuda_round import CudaRoundRunner
 
 PAGE = 16
 COPY_BYTES_PER_SECOND = 4.3e12  # measured device-to-device copy of an H200, bytes read plus bytes written
@@ -45,6 +50,34 @@ class EngineFigure:
     tokens_per_second: float
     step_seconds: float
     tokens_per_round: float
+    host_seconds: float  # of a step, not counting the wait for the device
+    busy_share: float  # of the time, by events around every round: 1 - idle time between rounds
+
+
+class Timeline:
+    """Notes on the device when each round that a runner launches begins and ends."""
+
+    def __init__(self, runner: CudaRoundRunner) -> None:
+        self._launch = runner._launch
+        self._rounds: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        runner._launch = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, *args: Any, **options: Any) -> Any:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        flight = self._launch(*args, **options)
+        end.record()
+        self._rounds.append((start, end))
+        return flight
+
+    def clear(self) -> None:
+        self._rounds = []
+
+    def busy_share(self) -> float:
+        """Of the time from the first round's begin to the last one's end. The device must be idle."""
+        whole = self._rounds[0][0].elapsed_time(self._rounds[-1][1])
+        pairs = itertools.pairwise(self._rounds)
+        return 1.0 - sum(before[1].elapsed_time(after[0]) for before, after in pairs) / whole
 
 
 def decode_batch(requests: int, rows: int, context: int, device: torch.device) -> tuple[ForwardBatch, int]:
@@ -104,7 +137,12 @@ def weight_bytes(target: TargetModel) -> int:
 
 
 def make_engine(
-    target: TargetModel, drafter: Callable[[int], Drafter], streams: int, tokens: int, accept_length: float | None
+    target: TargetModel,
+    drafter: Callable[[int], Drafter],
+    streams: int,
+    tokens: int,
+    accept_length: float | None,
+    overlap: bool = True,
 ) -> Engine:
     num_pages = -(-tokens // PAGE)
     drafting = drafter(num_pages * PAGE)
@@ -113,11 +151,9 @@ def make_engine(
         policy = AcceptByDecree(policy, SimulatedAcceptance(accept_length, drafting.gamma, 0))
     config = EngineConfig(
         model=target.name, max_running_requests=streams, prefill_chunk=8192 if streams > 1 else 1024,
-        kv_tokens=tokens, prefix_cache=False,
+        kv_tokens=tokens, prefix_cache=False, overlap=overlap,
     )  # fmt: skip
-    engine = Engine(config, target, drafting, num_pages, policy)
-    engine.runner = make_runner(target, drafting, engine.sampler, policy, engine.pool, PAGE, streams)
-    return engine
+    return Engine(config, target, drafting, num_pages, policy)
 
 
 def engine_figure(engine: Engine, streams: int, prompt: int, params: SamplingParams, seconds: float) -> EngineFigure:
@@ -130,15 +166,23 @@ def engine_figure(engine: Engine, streams: int, prompt: int, params: SamplingPar
     while warm < 4 or engine.scheduler.num_waiting or any(r.is_prefilling for r in engine.scheduler.running()):
         engine.step()
         warm += 1
+    runner = cast("CudaRoundRunner", engine.runner)
+    timeline = Timeline(runner)
+    for _ in range(4):  # the first overlapped rounds
+        engine.step()
     torch.cuda.synchronize()
+    timeline.clear()
     tokens = steps = 0
-    start = time.perf_counter()
+    waited, start = runner.stage.wait_seconds, time.perf_counter()
     while engine.scheduler.num_running == streams and time.perf_counter() - start < seconds:
         tokens += sum(len(output.token_ids) for output in engine.step())
         steps += 1
-    torch.cuda.synchronize()
     elapsed = time.perf_counter() - start
-    return EngineFigure(tokens / elapsed, elapsed / steps, tokens / steps / streams)
+    waited = runner.stage.wait_seconds - waited
+    torch.cuda.synchronize()
+    return EngineFigure(
+        tokens / elapsed, elapsed / steps, tokens / steps / streams, (elapsed - waited) / steps, timeline.busy_share()
+    )
 
 
 def main() -> None:
@@ -161,19 +205,22 @@ def main() -> None:
             return NoDrafter()
         return BlockDrafter(random_draft(target.config, markov_rank=options.markov_rank), target, slots)
 
-    for streams in options.streams:
+    overlaps = {"on": [True], "off": [False], "both": [True, False]}[options.overlap]
+    for streams, overlap, logprobs in itertools.product(options.streams, overlaps, options.logprobs):
         tokens = streams * (options.context + options.new_tokens + 64)
-        engine = make_engine(target, draft, streams, tokens, options.accept_length)
+        engine = make_engine(target, draft, streams, tokens, options.accept_length, overlap)
         params = SamplingParams(
             max_new_tokens=options.new_tokens,
             temperature=options.temperature,
             ignore_eos=True,
-            logprobs=options.logprobs,
+            logprobs=None if logprobs < 0 else logprobs,
         )
         figure = engine_figure(engine, streams, options.context, params, options.seconds)
         print(
-            f"{streams} streams: {figure.tokens_per_second:.0f} tok/s, {figure.step_seconds * 1e3:.3f} ms/step, "
-            f"{figure.tokens_per_round:.2f} tokens per round"
+            f"{streams} streams, overlap {'on' if overlap else 'off'}, "
+            f"{'no' if logprobs < 0 else f'top-{logprobs}'} logprobs: {figure.tokens_per_second:.0f} tok/s, "
+            f"{figure.step_seconds * 1e3:.3f} ms/step, {figure.tokens_per_round:.2f} tokens per round, "
+            f"host {figure.host_seconds * 1e3:.3f} ms/step, device busy {figure.busy_share:.1%}"
         )
 
 
@@ -188,7 +235,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--markov-rank", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=400)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--logprobs", type=int)
+    parser.add_argument("--logprobs", nargs="*", type=int, default=[-1], help="alternatives; -1: no logprobs")
+    parser.add_argument("--overlap", choices=("on", "off", "both"), default="on")
     parser.add_argument("--seconds", type=float, default=3.0)
     return parser.parse_args()
 

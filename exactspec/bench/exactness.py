@@ -31,11 +31,13 @@ class Cell:
     cached: bool
     chunk: int
     retract: bool
+    overlap: bool = True
 
     def __str__(self) -> str:
         cache = "cached" if self.cached else "cold"
         retract = "retracted" if self.retract else "undisturbed"
-        return f"{self.draft} | batch {self.batch} | {cache} | chunk {self.chunk} | {retract}"
+        overlap = "" if self.overlap else " | no overlap"
+        return f"{self.draft} | batch {self.batch} | {cache} | chunk {self.chunk} | {retract}{overlap}"
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class CellResult:
     num_retracted: int = 0
     cached_tokens: int = 0
     accept_length: float | None = None
+    num_overlapped: int = 0  # rounds launched before the one in front of them was read
 
     @property
     def exact(self) -> bool:
@@ -132,16 +135,24 @@ class ExactnessCheck:
         batches: Sequence[int] = (1, 5, 32),
         chunks: Sequence[int] = (4, 512),
         on_truth: Callable[[int], None] | None = None,
+        overlaps: Sequence[bool] | None = None,
     ) -> Iterator[CellResult]:
-        """Yields a result per cell. Batch 1 runs one request after another, at least one per temperature."""
+        """Yields a result per cell. Batch 1 runs one request after another, at least one per temperature.
+
+        overlaps: None checks overlap on and off where the device has it (CUDA).
+        """
+        overlaps = overlaps or ((True, False) if self.target.backend.name == "cuda" else (True,))
         self._find_truth(max(*batches, len(TEMPERATURES)), on_truth)
         for draft, chunk, batch in itertools.product(drafts, chunks, batches):
             engine = self._engine(draft, chunk, batch)
-            for cached, retract in itertools.product((False, True), (False, True)):
-                yield self._run_cell(engine, Cell(draft, batch, cached, chunk, retract))
+            for overlap, cached, retract in itertools.product(overlaps, (False, True), (False, True)):
+                engine.rounds.overlap = overlap
+                yield self._run_cell(engine, Cell(draft, batch, cached, chunk, retract, overlap))
 
     def _engine(self, draft: str, chunk: int, batch: int) -> Engine:
-        config = EngineConfig(model="", draft=draft, prefill_chunk=chunk, max_running_requests=batch, page_size=16)
+        config = EngineConfig(
+            model="", draft=draft, prefill_chunk=chunk, max_running_requests=batch, page_size=16, overlap=False
+        )
         longest = max(len(prompt) for prompt in self.prompts) + self.new_tokens + 32
         num_pages = (batch + 2) * -(-longest // config.page_size) + 64
         return assemble(config, self.target, num_pages)
@@ -161,7 +172,7 @@ class ExactnessCheck:
         if cell.cached:  # the first pass fills the cache, the second is the one that counts
             for group in groups:
                 run_requests(engine, group)
-        before = engine.stats()
+        before, overlapped = engine.stats(), engine.rounds.num_overlapped
         answers: dict[str, Answer] = {}
         for group in groups:
             answers.update(run_requests(engine, group, retract=cell.retract))
@@ -170,6 +181,7 @@ class ExactnessCheck:
         result.num_retracted = after.num_retractions - before.num_retractions
         result.cached_tokens = after.cached_tokens - before.cached_tokens
         result.accept_length = after.accept_length
+        result.num_overlapped = engine.rounds.num_overlapped - overlapped
         self._rescore(engine, requests, answers, result)
         return result
 

@@ -24,7 +24,8 @@ def check(
 ) -> None:
     """Decode the same requests in every way and compare tokens and logprobs with ==, then rescore them as prompts.
 
-    The truth is plain decoding, alone, cold. Temperatures 0, 0.7 and 1.0 are in every cell.
+    The truth is plain decoding, alone, cold. Temperatures 0, 0.7 and 1.0 are in every cell. On CUDA every cell runs
+    with the overlap of rounds and without.
     """
     from rich.console import Console
     from rich.table import Table
@@ -46,6 +47,7 @@ def check(
         "cache",
         "chunk",
         "retracted",
+        "overlapped",
         "accept length",
         "cached",
         "tokens differ",
@@ -63,6 +65,7 @@ def check(
                 "cached" if result.cell.cached else "cold",
                 str(result.cell.chunk),
                 str(result.num_retracted),
+                str(result.num_overlapped) if result.cell.overlap else "off",
                 f"{result.accept_length:.2f}" if result.accept_length else "-",
                 str(result.cached_tokens),
                 str(sum(result.tokens_differ.values())),

@@ -9,7 +9,7 @@ chunks, takes the ordinary path, whose forward replays a graph bucketed by rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -28,7 +28,14 @@ from exactspec.backend.cuda.stack import CudaStack
 from exactspec.draft.base import Drafter
 from exactspec.draft.block import BlockDrafter
 from exactspec.engine.batch import Block, build_batch
-from exactspec.engine.cuda_stage import RoundStage, Slot, divisor, scores_on_device, top_bucket
+from exactspec.engine.cuda_stage import (
+    REQUEST_BUCKETS,
+    RoundShape,
+    RoundStage,
+    Slot,
+    request_bucket,
+    scores_on_device,
+)
 from exactspec.engine.round import Flight, RoundResult, RoundRunner, wants_draw
 from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyPolicy
 from exactspec.logprobs.processor import pack_scores, unpack_scores
@@ -40,8 +47,6 @@ from exactspec.sampling.sampler import Sampler, SampleResult
 from exactspec.scheduler.plan import StepPlan
 from exactspec.types import RunningRequest, TokenLogprob
 from exactspec.verify.accept import AcceptResult, outcome_sources
-
-REQUEST_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def is_plain(request: RunningRequest) -> bool:
@@ -84,13 +89,11 @@ class _CudaFlight:
     runner: CudaRoundRunner
     requests: list[RunningRequest]
     slot: Slot
-    bucket: int
-    top: int | None
+    shape: RoundShape
     outputs: tuple[Tensor, Tensor, Tensor]  # hidden, logits, token ids
-    lengths: list[int] | None = None  # drafts proposed; None: as many as the request has room for
 
-    def read(self, is_live: Callable[[RunningRequest], bool]) -> RoundResult:
-        return self.runner.join([self.runner.landed(self, is_live)])
+    def read(self, live: Set[RunningRequest]) -> RoundResult:
+        return self.runner.join([self.runner.landed(self, live)])
 
 
 class CudaRoundRunner(RoundRunner):
@@ -119,7 +122,7 @@ class CudaRoundRunner(RoundRunner):
         self.forward = ForwardGraphs(
             target, pool, drafter.capture_layers, page_size, self.most_requests + 8, pages, self.device, self.graphs
         )
-        self.stage = RoundStage(_bucket(self.most_requests), pages, drafter.gamma, self.device)
+        self.stage = RoundStage(request_bucket(self.most_requests), pages, drafter.gamma, self.device)
         self._plain_policy = verifies_all(policy)
         self._drafts_on_device = isinstance(drafter, BlockDrafter) or not drafter.gamma
         self._simulated = policy.simulated if isinstance(policy, AcceptByDecree) else None
@@ -128,7 +131,7 @@ class CudaRoundRunner(RoundRunner):
     def run(self, plan: StepPlan) -> RoundResult:
         if not self._fits(plan):
             return self._run_eagerly(plan)
-        parts = [self.landed(self._launch_drafted(plan.decodes), lambda request: True)]
+        parts = [self.landed(self._launch_drafted(plan.decodes), set(plan.decodes))]
         if plan.prefills:
             parts.append(self._prefill(plan))
         return self.join(parts)
@@ -148,8 +151,8 @@ class CudaRoundRunner(RoundRunner):
     def capture(self, num_requests: Sequence[int] = (1,), sampled: bool = False) -> None:
         """Captures the decode graphs of these request counts ahead of time (they are captured at first use anyway)."""
         for count in num_requests:
-            self._draft_graph(_bucket(count), sampled)
-            self._verify_graph(_bucket(count), sampled, None)
+            self._draft_graph(request_bucket(count), sampled)
+            self._verify_graph(request_bucket(count), sampled, None)
 
     # ---- which way ----------------------------------------------------------------------------------
 
@@ -204,16 +207,15 @@ class CudaRoundRunner(RoundRunner):
         return self._launch(decodes, carried=False, lengths=proposal.lengths)
 
     def _launch(self, decodes: list[RunningRequest], carried: bool, lengths: list[int] | None = None) -> _CudaFlight:
-        bucket, top = _bucket(len(decodes)), top_bucket(decodes)
-        sampled = not all(request.params.greedy for request in decodes)
-        verify = self._verify_graph(bucket, sampled, top)
-        draft = self._draft_graph(bucket, sampled) if isinstance(self.drafter, BlockDrafter) else None
+        shape = self.stage.seat(decodes)
+        verify = self._verify_graph(shape.bucket, shape.sampled, shape.top)
+        draft = self._draft_graph(shape.bucket, shape.sampled) if isinstance(self.drafter, BlockDrafter) else None
         slot = self.stage.send(decodes, carried, lengths, self._decrees(decodes, carried))
         if draft is not None:
             draft.replay()
         outputs = verify.replay()
-        self.stage.fetch(slot, bucket, top)
-        return _CudaFlight(self, decodes, slot, bucket, top, outputs, lengths)
+        self.stage.fetch(slot, shape)
+        return _CudaFlight(self, decodes, slot, shape, outputs)
 
     def _decrees(self, decodes: list[RunningRequest], carried: bool) -> int | list[int]:
         """Accepted drafts by decree; -1 where draws decide. A carried round is one further than its request knows."""
@@ -222,26 +224,26 @@ class CudaRoundRunner(RoundRunner):
         count, gamma = self._simulated.num_accepted, self.drafter.gamma
         return [count(r.request.request_id, r.stats.rounds + carried, gamma) for r in decodes]
 
-    def landed(self, flight: _CudaFlight, is_live: Callable[[RunningRequest], bool]) -> _Part:
+    def landed(self, flight: _CudaFlight, live: Set[RunningRequest]) -> _Part:
         """What the read-back means for the requests that are still there: the host only cuts and counts."""
         gamma, requests = self.drafter.gamma, flight.requests
-        tokens, scores = self.stage.read(flight.slot, flight.bucket, flight.top)
+        tokens, scores = self.stage.read(flight.slot, flight.shape)
         hidden, logits, token_ids = flight.outputs
         num_rows = len(requests) * (gamma + 1)
         part = _Part([], hidden[:num_rows], logits[:num_rows], token_ids[:num_rows])
         rows: list[list[int]] = tokens[: len(requests)].tolist()
-        for number, (request, (count, *both)) in enumerate(zip(requests, rows, strict=True)):
-            if not is_live(request):
+        for number, (request, row) in enumerate(zip(requests, rows, strict=True)):
+            if request not in live:
                 continue
-            length = min(gamma, request.draft_room) if flight.lengths is None else flight.lengths[number]
-            drafts, first_row = both[:length], number * (gamma + 1)
-            block_ids = [request.token_ids[-1], *drafts]
-            part.blocks.append(Block(request, request.kv_len, block_ids, length + 1, drafts, length, False, first_row))
-            part.first_logit_row.append(first_row)
-            emitted = [*drafts[:count], both[gamma + count]]
+            count, length, first = row[0], row[1], number * (gamma + 1)
+            row[1] = request.token_ids[-1]
+            drafts, rows_of_block = row[2 : length + 2], row[1 : length + 2]
+            part.blocks.append(Block(request, request.kv_len, rows_of_block, length + 1, drafts, length, False, first))
+            part.first_logit_row.append(first)
+            emitted = row[gamma + 2 : gamma + count + 3]
             part.accepted.append(AcceptResult(count, emitted, outcome_sources(count, length)))
         part.sampled_blocks = part.blocks
-        part.scored = _entries(part, scores)
+        part.scored = _entries(part, scores, flight.shape.wanted, gamma + 1)
         return part
 
     def _draft_graph(self, bucket: int, sampled: bool) -> Replay:
@@ -373,28 +375,28 @@ def _reads_logits(block: Block, entries: list[TokenLogprob] | None) -> bool:
     return request.request.sampling_mask is not None or (entries is None and request.params.logprobs is not None)
 
 
-def _entries(part: _Part, scores: np.ndarray | None) -> list[list[TokenLogprob] | None]:
+def _entries(
+    part: _Part, scores: np.ndarray | None, wanted: list[int | None], rows_each: int
+) -> list[list[TokenLogprob] | None]:
     """Logprob entries of what each block emits, where the device has scored it."""
     scored: list[list[TokenLogprob] | None] = [None] * len(part.blocks)
     if scores is None:
         return scored
-    asked = [number for number, block in enumerate(part.blocks) if divisor(block.request)]
     rows: list[int] = []
     tokens: list[int] = []
     counts: list[int] = []
-    for number in asked:
-        emitted, first = part.accepted[number].tokens, part.first_logit_row[number]
-        rows.extend(range(first, first + len(emitted)))
-        tokens.extend(emitted)
-        counts.extend([part.blocks[number].request.params.logprobs or 0] * len(emitted))
+    asked: list[tuple[int, int]] = []  # block, its end among the rows
+    for number, (first, accepted) in enumerate(zip(part.first_logit_row, part.accepted, strict=True)):
+        top = wanted[first // rows_each]
+        if top is not None:
+            emitted = accepted.tokens
+            rows.extend(range(first, first + len(emitted)))
+            tokens.extend(emitted)
+            counts.extend([top] * len(emitted))
+            asked.append((number, len(rows)))
     entries = unpack_scores(scores[rows], tokens, counts)
-    at = 0
-    for number in asked:
-        end = at + len(part.accepted[number].tokens)
-        scored[number] = entries[at:end]
-        at = end
+    start = 0
+    for number, end in asked:
+        scored[number] = entries[start:end]
+        start = end
     return scored
-
-
-def _bucket(count: int) -> int:
-    return next(bucket for bucket in REQUEST_BUCKETS if count <= bucket)

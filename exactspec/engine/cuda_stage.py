@@ -7,7 +7,6 @@ the one before it is still running; a buffer is used again only when the round t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,8 +18,13 @@ from exactspec.backend.cuda.seats import NUM_FIELDS, Field, make_seats
 from exactspec.logprobs.processor import output_plan
 from exactspec.types import RunningRequest
 
+REQUEST_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 TOP_BUCKETS = (0, 5, 20)  # alternatives per row that a captured round can score
 ROUNDS_AT_ONCE = 2
+
+
+def request_bucket(count: int) -> int:
+    return next(bucket for bucket in REQUEST_BUCKETS if count <= bucket)
 
 
 def scores_on_device(request: RunningRequest) -> bool:
@@ -37,10 +41,14 @@ def divisor(request: RunningRequest) -> float:
     return params.temperature if params.logprobs_kind == "scaled" and not params.greedy else 1.0
 
 
-def top_bucket(requests: Sequence[RunningRequest]) -> int | None:
-    """Alternatives to score in a round over these requests; None when nobody wants scores."""
-    wanted = [request.params.logprobs or 0 for request in requests if divisor(request)]
-    return next(top for top in TOP_BUCKETS if max(wanted) <= top) if wanted else None
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """What a round's graphs depend on, and how many alternatives each row's request wants (None: no scores)."""
+
+    bucket: int
+    sampled: bool  # somebody is not greedy
+    top: int | None  # alternatives that are scored; None: nobody wants scores
+    wanted: list[int | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +89,7 @@ class RoundStage:
         size = self._size(most, TOP_BUCKETS[-1])
         self._results = zeros(size)
         self._slots = [Slot(most, size, device.type == "cuda") for _ in range(ROUNDS_AT_ONCE)]
+        self._shape = RoundShape(1, False, None, [])
         self._rows = np.zeros((NUM_FIELDS, most), dtype=np.int64)
         self._rows[Field.PAGE_INDEX] = -1
         self._requests: list[RunningRequest] = []  # of the last round, in the order of its rows
@@ -95,21 +104,27 @@ class RoundStage:
     # ---- where a round leaves its results ------------------------------------------------------------
 
     def _size(self, bucket: int, top: int | None) -> int:
-        """int64 numbers of a round's results: accepted, drafts and drawn tokens; then the packed scores."""
+        """int64 numbers of a round's results: what `tokens` holds; then the packed scores."""
         scores = 0 if top is None else bucket * (self.gamma + 1) * (1 + 2 * top)
-        return bucket * (2 * self.gamma + 2) + (scores + 1) // 2
+        return bucket * (2 * self.gamma + 3) + (scores + 1) // 2
 
     def tokens(self, bucket: int) -> Tensor:
-        """[bucket, 2G + 2] int64, as `seats.judge` fills it."""
-        width = 2 * self.gamma + 2
+        """[bucket, 2G + 3] int64, as `seats.judge` fills it."""
+        width = 2 * self.gamma + 3
         return self._results[: bucket * width].view(bucket, width)
 
     def scores(self, bucket: int, top: int) -> Tensor:
         """[bucket * (G + 1), 1 + 2 * top] int32, as the logprob processor packs it."""
-        first, rows, width = 2 * bucket * (2 * self.gamma + 2), bucket * (self.gamma + 1), 1 + 2 * top
+        first, rows, width = 2 * bucket * (2 * self.gamma + 3), bucket * (self.gamma + 1), 1 + 2 * top
         return self._results.view(torch.int32)[first : first + rows * width].view(rows, width)
 
     # ---- a round's message ----------------------------------------------------------------------------
+
+    def seat(self, requests: list[RunningRequest]) -> RoundShape:
+        """Gives these requests seats, and theirs to others that had some; comes before `send` and the graphs."""
+        if requests != self._requests:
+            self._take_seats(requests)
+        return self._shape
 
     def send(
         self,
@@ -118,14 +133,12 @@ class RoundStage:
         most_drafts: list[int] | None = None,
         decrees: int | list[int] = -1,
     ) -> Slot:
-        """Sends what a round over `requests` needs to know; returns its buffers, which `fetch` and `read` want.
+        """Sends what a round over the seated `requests` needs to know; returns its buffers for `fetch` and `read`.
 
         carried: every request was in the round before, which may be running still: the device knows its token and
         position better. most_drafts: how many drafts were proposed to each (None: as many as it may have).
         """
         count, rows = len(requests), self._rows
-        if requests != self._requests:
-            self._take_seats(requests)
         rows[Field.CARRIED, :count] = carried
         if not carried:
             rows[Field.ANCHOR, :count] = [request.token_ids[-1] for request in requests]
@@ -142,7 +155,6 @@ class RoundStage:
         return slot
 
     def _take_seats(self, requests: list[RunningRequest]) -> None:
-        """Seats for these requests alone; the others' are free again."""
         known = dict(zip(self._requests, self._seats, strict=True))
         kept = [known.pop(request, None) for request in requests]
         self._free.extend(seat.number for seat in known.values())
@@ -160,7 +172,12 @@ class RoundStage:
         rows[Field.MOST_DRAFTS, :count] = [self.gamma if cap is None else min(cap, self.gamma) for cap in caps]
         temperatures = [0.0 if r.params.greedy else r.params.temperature for r in requests]
         rows[Field.TEMPERATURE, :count] = _bits(temperatures)
-        rows[Field.DIVISOR, :count] = _bits([divisor(request) for request in requests])
+        divisors = [divisor(request) for request in requests]
+        rows[Field.DIVISOR, :count] = _bits(divisors)
+        wanted = [r.params.logprobs if d else None for r, d in zip(requests, divisors, strict=True)]
+        most = max((top for top in wanted if top is not None), default=None)
+        top = None if most is None else next(top for top in TOP_BUCKETS if most <= top)
+        self._shape = RoundShape(request_bucket(count), any(temperatures), top, wanted)
 
     def _note_pages(self, requests: list[RunningRequest]) -> None:
         """One new page of a request travels in the message; more go ahead of it."""
@@ -187,19 +204,19 @@ class RoundStage:
 
     # ---- a round's results ----------------------------------------------------------------------------
 
-    def fetch(self, slot: Slot, bucket: int, top: int | None) -> None:
+    def fetch(self, slot: Slot, shape: RoundShape) -> None:
         """Starts the one copy of a round's results."""
-        size = self._size(bucket, top)
+        size = self._size(shape.bucket, shape.top)
         slot.results[:size].copy_(self._results[:size], non_blocking=True)
         if slot.done is not None:
             slot.done.record()
 
-    def read(self, slot: Slot, bucket: int, top: int | None) -> tuple[np.ndarray, np.ndarray | None]:
+    def read(self, slot: Slot, shape: RoundShape) -> tuple[np.ndarray, np.ndarray | None]:
         """Waits for a round; its results as `tokens` and `scores` lay them out, valid until two rounds later."""
         start = time.perf_counter()
         slot.wait()
         self.wait_seconds += time.perf_counter() - start
-        width = 2 * self.gamma + 2
+        bucket, top, width = shape.bucket, shape.top, 2 * self.gamma + 3
         tokens = slot.numbers[: bucket * width].reshape(bucket, width)
         if top is None:
             return tokens, None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from exactspec.cache.manager import CacheManager
@@ -24,18 +22,8 @@ from exactspec.sampling.adjust import OutputHistory
 from exactspec.sampling.sampler import Sampler, sampling_support
 from exactspec.scheduler.scheduler import Scheduler
 from exactspec.text.stops import StopChecker, check_stops
-from exactspec.types import FinishReason, Request, RunningRequest, SamplingParams, StepOutput, TokenSource
+from exactspec.types import FinishReason, Request, RunningRequest, SamplingParams, StepOutput
 from exactspec.verify.accept import AcceptResult
-
-
-@dataclass(slots=True)
-class _Emission:
-    """What one request emits in this step."""
-
-    number: int  # index among the sampled blocks
-    request: RunningRequest
-    count: int
-    finish: FinishReason | None
 
 
 class Engine:
@@ -151,10 +139,10 @@ class Engine:
         result = self.rounds.next(self.runner)
         if result is None:
             return outputs
-        for block in result.blocks:
-            if block.is_prefill:
-                self._commit_prefill(block, result)
-        return outputs + self._commit_draws(result) + self._finish_unsampled(result)
+        prefills = [block for block in result.blocks if block.is_prefill]
+        for block in prefills:
+            self._commit_prefill(block, result)
+        return outputs + self._commit_draws(result) + self._finish_unsampled(prefills)
 
     def _commit_prefill(self, block: Block, result: RoundResult) -> None:
         """Notes a prefill chunk as written and scores its prompt rows; draws are committed after."""
@@ -167,61 +155,58 @@ class Engine:
         self.scheduler.prefilled(request)
 
     def _commit_draws(self, result: RoundResult) -> list[StepOutput]:
-        emissions = [
-            self._emit(number, block, accept)
-            for number, (block, accept) in enumerate(zip(result.sampled_blocks, result.accepted, strict=True))
+        emitted = [
+            self._emit(block, accept) for block, accept in zip(result.sampled_blocks, result.accepted, strict=True)
         ]
-        logprobs = self.scorer.score_outputs(result, [max(emission.count, 1) for emission in emissions])
+        logprobs = self.scorer.score_outputs(result, [max(count, 1) for count, _ in emitted])
         outputs = []
-        for emission in emissions:
-            outputs.append(self._describe(emission, result, logprobs[emission.number]))
-            if emission.finish is not None:
-                self._finish(emission.request)
+        for number, (block, (count, finish)) in enumerate(zip(result.sampled_blocks, emitted, strict=True)):
+            outputs.append(self._describe(number, count, finish, result, logprobs[number]))
+            if finish is not None:
+                self._finish(block.request)
         self.metrics.note_step(result, outputs)
         return outputs
 
-    def _emit(self, number: int, block: Block, accept: AcceptResult) -> _Emission:
-        """Commits what a block's draws mean for its request: tokens, lengths, counts."""
-        request = block.request
-        if request.max_tokens == request.prompt_len:  # scoring: the draw is reported, never emitted
-            return _Emission(number, request, 0, FinishReason("length"))
-        is_round = not block.is_prefill
-        before = len(request.token_ids)
-        count, finish = append_until_stop(request, accept.tokens, stop_token_ids(request, self.eos_ids))
+    def _emit(self, block: Block, accept: AcceptResult) -> tuple[int, FinishReason | None]:
+        """Commits what a block's draws mean for its request: tokens, lengths, counts. Returns how many tokens it emits,
+        and its end, if it has come."""
+        request, tokens = block.request, accept.tokens
+        if (
+            block.is_prefill and request.max_tokens == request.prompt_len
+        ):  # scoring: the draw is reported, never emitted
+            return 0, FinishReason("length")
+        count, finish = append_until_stop(request, tokens, stop_token_ids(request, self.eos_ids))
         if request.history is not None:
-            request.history.advance(request.token_ids[before:])
-        if is_round:
+            request.history.advance(tokens[:count])
+        if not block.is_prefill:
             request.kv_len = min(block.start + 1 + accept.num_accepted, len(request.token_ids) - 1)
-            request.stats.rounds += 1
-            request.stats.num_drafted += block.num_drafted
-            request.stats.num_verified += len(block.drafts)
-            request.stats.num_accepted += accept.num_accepted
-            request.stats.num_committed += len(accept.tokens)
-            request.stats.accepted_per_round.append(accept.num_accepted)
-            request.stats.verified_per_round.append(len(block.drafts))
-        return _Emission(number, request, count, finish)
+            request.stats.note_round(block.num_drafted, len(block.drafts), accept.num_accepted, len(tokens))
+        return count, finish
 
-    def _describe(self, emission: _Emission, result: RoundResult, logprobs: list | None) -> StepOutput:
-        request, number, count = emission.request, emission.number, emission.count
-        output = self._output(request, emission.finish)
-        output.token_ids = request.token_ids[len(request.token_ids) - count :] if count else []
-        output.sources = list(result.accepted[number].sources[:count])
+    def _describe(
+        self, number: int, count: int, finish: FinishReason | None, result: RoundResult, logprobs: list | None
+    ) -> StepOutput:
+        block, accept = result.sampled_blocks[number], result.accepted[number]
+        request = block.request
+        output = self._output(request, finish)
+        output.token_ids = accept.tokens[:count]
+        output.sources = accept.sources[:count]
         if logprobs is not None:
             output.logprobs = logprobs[:count]
             if count == 0:
                 output.next_token = logprobs[0]
-        first_row = result.sampled_blocks[number].sampled_rows.start
         if request.request.return_hidden_states:
+            first_row = block.sampled_rows.start
             output.hidden_states = [result.hidden[first_row + i].clone() for i in range(count)]
         if request.request.sampling_mask is not None and result.sampled is not None:
             first = result.first_logit_row[number]
             output.sampling_mask = sampling_support(result.sampled, list(range(first, first + count)))
         return output
 
-    def _finish_unsampled(self, result: RoundResult) -> list[StepOutput]:
+    def _finish_unsampled(self, prefills: list[Block]) -> list[StepOutput]:
         """Scoring requests that did not even ask for the next token end when their prefill does."""
         outputs = []
-        for block in result.blocks:
+        for block in prefills:
             request = block.request
             done = request.kv_len == request.prompt_len == request.max_tokens
             if done and not block.num_sampled:
@@ -231,20 +216,15 @@ class Engine:
 
     def _output(self, request: RunningRequest, finish: FinishReason | None) -> StepOutput:
         """An output with no tokens yet; hands over what the prefill found, once."""
-        prefilled = not request.is_prefilling
+        asked = request.request
         output = StepOutput(
-            request_id=request.request.request_id,
-            token_ids=[],
-            logprobs=[] if request.params.logprobs is not None else None,
-            sources=list[TokenSource](),
-            finish=finish,
-            stats=request.stats,
+            asked.request_id, [], [] if asked.params.logprobs is not None else None, [], finish, request.stats
         )
-        if prefilled and request.prompt_logprobs is not None:
+        if (request.prompt_logprobs is not None or request.prompt_hidden) and not request.is_prefilling:
             output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-        if prefilled and request.prompt_hidden:
-            output.prompt_hidden = torch.cat(request.prompt_hidden)
-            request.prompt_hidden = None
+            if request.prompt_hidden:
+                output.prompt_hidden = torch.cat(request.prompt_hidden)
+                request.prompt_hidden = None
         return output
 
     def _finish(self, request: RunningRequest) -> None:

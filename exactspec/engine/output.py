@@ -9,11 +9,15 @@ from collections.abc import Sequence
 from exactspec.text.stops import SlowPattern
 from exactspec.types import FinishReason, RunningRequest
 
+NO_IDS: frozenset[int] = frozenset()
+
 
 def stop_token_ids(request: RunningRequest, eos_ids: frozenset[int]) -> frozenset[int]:
     """Tokens that end this request; ignore_eos switches off EOS and the request's own stop ids alike."""
     params = request.params
-    return frozenset() if params.ignore_eos else eos_ids | frozenset(params.stop_token_ids or ())
+    if params.ignore_eos:
+        return NO_IDS
+    return eos_ids.union(params.stop_token_ids) if params.stop_token_ids else eos_ids
 
 
 def append_until_stop(
@@ -25,6 +29,10 @@ def append_until_stop(
     or regex, stop token, length, grammar; so a stop at the very last allowed token is a stop, and one beyond it is
     never reached.
     """
+    plain = request.grammar is None and request.stop_checker is None
+    if plain and len(request.token_ids) + len(committed) < request.max_tokens and stop_ids.isdisjoint(committed):
+        request.token_ids.extend(committed)  # nothing ends here: most rounds of most requests
+        return len(committed), None
     for count, token_id in enumerate(committed, start=1):
         request.token_ids.append(token_id)
         finish = _end_at(request, token_id, stop_ids)

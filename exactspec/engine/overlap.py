@@ -15,7 +15,6 @@ from __future__ import annotations
 from exactspec.engine.round import Flight, RoundResult, RoundRunner
 from exactspec.scheduler.plan import StepPlan
 from exactspec.scheduler.scheduler import Scheduler
-from exactspec.types import RunningRequest
 
 
 class RoundPipeline:
@@ -33,7 +32,8 @@ class RoundPipeline:
     def next(self, runner: RoundRunner) -> RoundResult | None:
         """The results of one more round, which the caller commits before it calls again; None if there is no work."""
         flight, self._flight = self._flight, None
-        if flight is None or not any(map(self.scheduler.is_running, flight.requests)):
+        running = self.scheduler.running_set
+        if flight is None or running.isdisjoint(flight.requests):
             plan = self._plan()
             if plan.empty:
                 return None
@@ -41,7 +41,7 @@ class RoundPipeline:
                 return runner.run(plan)
             flight = runner.launch(plan.decodes)
         self._flight = self._launch_behind(flight, runner)
-        return flight.read(self.scheduler.is_running)
+        return flight.read(running)
 
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
@@ -55,13 +55,10 @@ class RoundPipeline:
         scheduler = self.scheduler
         if scheduler.may_admit:
             return None
-        going_on = [request for request in flight.requests if scheduler.is_running(request) and _may_go_on(request)]
+        running = scheduler.running_set
+        # the round in flight adds at least one token: is there room for another?
+        going_on = [r for r in flight.requests if len(r.token_ids) + 1 < r.max_tokens and r in running]
         if not going_on or not scheduler.reserve_ahead(going_on):
             return None
         self.num_overlapped += 1
         return runner.launch(going_on, behind=flight)
-
-
-def _may_go_on(request: RunningRequest) -> bool:
-    """The round in flight adds at least one token: is there room for another?"""
-    return len(request.token_ids) + 1 < request.max_tokens

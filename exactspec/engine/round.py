@@ -4,7 +4,7 @@ state of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,7 +46,7 @@ class Flight(Protocol):
     @property
     def requests(self) -> list[RunningRequest]: ...
 
-    def read(self, is_live: Callable[[RunningRequest], bool]) -> RoundResult:
+    def read(self, live: Set[RunningRequest]) -> RoundResult:
         """Waits for the round and tells what it found out about the requests that are live; the rest is dropped."""
         ...
 

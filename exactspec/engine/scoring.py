@@ -50,13 +50,15 @@ class Scorer:
     def score_outputs(self, result: RoundResult, emitted: list[int]) -> list[list[TokenLogprob] | None]:
         """Entries of the first emitted[i] tokens of each sampled block (None where none were asked for)."""
         scored: list[list[TokenLogprob] | None] = [None] * len(emitted)
+        for number, entries in enumerate(result.scored):  # the round has scored them itself, by the same processor
+            if entries is not None:
+                scored[number] = entries[: emitted[number]]
+        if result.sampled is None:
+            return scored
         rows: list[int] = []
         tokens: list[int] = []
         plans: list[LogprobPlan] = []
         asked: list[int] = []
-        for number, entries in enumerate(result.scored):  # the round has scored them itself, by the same processor
-            if entries is not None:
-                scored[number] = entries[: emitted[number]]
         for number, block in enumerate(result.sampled_blocks):
             plan = output_plan(block.request.params)
             if plan is not None and scored[number] is None:
@@ -65,7 +67,7 @@ class Scorer:
                 tokens.extend(result.accepted[number].tokens[: emitted[number]])
                 plans.extend([plan] * emitted[number])
                 asked.append(number)
-        if not asked or result.sampled is None:
+        if not asked:
             return scored
         found = row_logprobs(result.sampled, rows, tokens, plans, self.valid_vocab)
         at = 0

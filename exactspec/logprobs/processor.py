@@ -11,8 +11,9 @@ padding and are never listed among the most likely.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Protocol
 
 import numpy as np
@@ -154,15 +155,16 @@ def unpack_scores(
 ) -> list[TokenLogprob]:
     """The host's half: entries from the rows of pack_scores, read back. counts[i] of row i's most likely are listed."""
     top_k = packed.shape[1] // 2
-    values = packed[:, : 1 + top_k].view(np.float32).tolist()
-    top_ids = packed[:, 1 + top_k :].tolist()
-    entries = []
-    for i, (token, row, ids, count) in enumerate(zip(token_ids, values, top_ids, counts, strict=True)):
-        if row[0] != row[0]:
-            raise ExactSpecError(f"logits: the row of token {token} holds NaN or no finite entry")
-        top = tuple(zip(ids[:count], row[1:], strict=False)) if count else ()
-        entries.append(TokenLogprob(token, row[0], top, chosen[i] if chosen else ()))
-    return entries
+    numbers = packed[:, : 1 + top_k].view(np.float32)
+    lost = np.isnan(numbers[:, 0]).nonzero()[0]
+    if lost.size:
+        raise ExactSpecError(f"logits: the row of token {token_ids[lost[0]]} holds NaN or no finite entry")
+    own, values, ids = numbers[:, 0].tolist(), numbers[:, 1:].tolist(), packed[:, 1 + top_k :].tolist()
+    tops: Iterable[Pairs] = repeat(())
+    if top_k:
+        # lists shorter than the others stop at their count
+        tops = [tuple(zip(i[:count], v, strict=False)) for i, v, count in zip(ids, values, counts, strict=True)]
+    return list(map(TokenLogprob, token_ids, own, tops, chosen or repeat(())))
 
 
 def _chunk(

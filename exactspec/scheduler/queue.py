@@ -18,7 +18,7 @@ class ServiceQueue:
 
     def __init__(self) -> None:
         self._items: list[RunningRequest] = []
-        self._members: set[RunningRequest] = set()
+        self.members: set[RunningRequest] = set()  # the same requests, for those who ask often; read only
 
     def __len__(self) -> int:
         return len(self._items)
@@ -27,7 +27,7 @@ class ServiceQueue:
         return iter(self._items)
 
     def __contains__(self, request: RunningRequest) -> bool:
-        return request in self._members
+        return request in self.members
 
     @property
     def first(self) -> RunningRequest:
@@ -39,11 +39,11 @@ class ServiceQueue:
 
     def add(self, request: RunningRequest) -> None:
         insort(self._items, request, key=service_order)
-        self._members.add(request)
+        self.members.add(request)
 
     def remove(self, request: RunningRequest) -> None:
         """Raises KeyError if it is not here."""
         if request not in self:
             raise KeyError(request.request.request_id)
         del self._items[bisect_left(self._items, service_order(request), key=service_order)]
-        self._members.remove(request)
+        self.members.remove(request)

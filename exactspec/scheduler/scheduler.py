@@ -8,7 +8,7 @@ other forever: the first running request is retracted by nobody, gets rows in ev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from exactspec.cache.allocator import CacheIntegrityError
 from exactspec.cache.manager import CacheManager
@@ -145,6 +145,11 @@ class Scheduler:
     def running(self) -> list[RunningRequest]:
         return list(self._running)
 
+    @property
+    def running_set(self) -> Set[RunningRequest]:
+        """The running requests, unordered, as they are at any time: a view."""
+        return self._running.members
+
     def is_running(self, request: RunningRequest) -> bool:
         return request in self._running
 
@@ -193,8 +198,12 @@ class Scheduler:
 
         False: there is not room for all; what was reserved by then stays reserved.
         """
-        rows, reserve = self.gamma_rows, self.cache.reserve
-        return all(reserve(r, min(r.kv_len + 2 * rows, r.max_tokens + rows - 1)) for r in requests)
+        rows, page_size, reserve = self.gamma_rows, self.cache.page_size, self.cache.reserve
+        for request in requests:
+            tokens = min(request.kv_len + 2 * rows, request.max_tokens + rows - 1)
+            if tokens > len(request.pages) * page_size and not reserve(request, tokens):
+                return False
+        return True
 
     def _reserve_round(self, request: RunningRequest, plan: StepPlan) -> bool:
         """Room for a decode round; False when `request` itself had to be retracted for lack of it.

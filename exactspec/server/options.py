@@ -49,6 +49,7 @@ class ServeOptions:
     max_queued_requests: int = _option(4096, "waiting requests; more get a 503")
     chunked_prefill_size: int = _option(512, "prompt tokens a step")
     disable_radix_cache: bool = _option(False, "no prefix cache")
+    disable_overlap_schedule: bool = _option(False, "read every round before the next is launched (CUDA)")
     enable_return_hidden_states: bool = _option(False, "allow return_hidden_states")
     enable_cache_report: bool = _option(False, "cached_tokens in the usage of the OpenAI routes")
     incremental_streaming_output: bool = _option(
@@ -124,6 +125,7 @@ class ServeOptions:
             "kv_tokens": self.max_total_tokens or None,
             "page_size": self.page_size,
             "prefix_cache": not self.disable_radix_cache,
+            "overlap": not self.disable_overlap_schedule,
             "prefill_chunk": self.chunked_prefill_size,
             "context_length": self.context_length or None,
             "hidden_states": self.enable_return_hidden_states,
@@ -141,7 +143,7 @@ HARMLESS_WITH_VALUE = (
     "max-prefill-tokens", "log-requests-level", "weight-version", "mamba-scheduler-strategy",
 )  # fmt: skip
 HARMLESS_SWITCHES = (
-    "trust-remote-code", "disable-cuda-graph", "skip-server-warmup", "enable-metrics", "disable-overlap-schedule",
+    "trust-remote-code", "disable-cuda-graph", "skip-server-warmup", "enable-metrics",
     "log-requests", "enable-deterministic-inference", "disable-outlines-disk-cache", "disable-custom-all-reduce",
     "enable-request-time-stats-logging",
 )  # fmt: skip

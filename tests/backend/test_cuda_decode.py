@@ -17,6 +17,7 @@ if not ON_DEVICE:
 
 from exactspec.backend.cuda.decode import RoundInputs, draw_step, round_rows
 from exactspec.backend.cuda.sampling import gumbel
+from exactspec.backend.cuda.seats import NUM_FIELDS, Field, judge, make_seats, take_seats
 
 DEVICE = "cuda" if ON_DEVICE else "cpu"
 HALF = torch.bfloat16 if ON_DEVICE else torch.float16
@@ -78,3 +79,57 @@ def test_a_step_of_the_sequential_draw_equals_the_full_row(sampled: bool, count:
     assert (best - drawn < 1e-3).all(), "near ties may fall either way, nothing else may"
     assert ids[:, [0, 1, 3, 4]].eq(0).all()
     assert torch.equal(previous, w1[ids[:, 2]].float())
+
+
+def float_bits(*values: float) -> torch.Tensor:
+    return torch.tensor(values).view(torch.int32).to(DEVICE, torch.int64)
+
+
+def test_a_round_starts_from_the_message_or_from_what_the_last_round_left() -> None:
+    """Three requests and a row of padding; the second round knows from the host only that they go on."""
+    message = torch.zeros((NUM_FIELDS, 6), dtype=torch.int64, device=DEVICE)
+    seats = make_seats(6, 5, torch.device(DEVICE))
+    inputs = RoundInputs(
+        *integers(*[-1] * 20).view(5, 4).unbind(0), torch.ones(4, device=DEVICE),
+        torch.zeros((4, 5), dtype=torch.int32, device=DEVICE),
+    )  # fmt: skip
+    for field, values in {
+        Field.SEAT: (4, 0, 2, 0), Field.ANCHOR: (7, 8, 9, 0), Field.POSITION: (10, 3, 6, 0), Field.SEED: (5, -6, 7, 0),
+        Field.OUTPUT_OFFSET: (-9, 1, 0, 0), Field.LIMIT: (99, 7, 99, 0), Field.ACTIVE: (1, 1, 1, 0),
+        Field.MOST_DRAFTS: (3, 3, 1, 0), Field.DECREE: (-1, -1, -1, 0), Field.PAGE_INDEX: (0, 1, -1, -1),
+        Field.PAGE: (31, 32, 0, 0),
+    }.items():  # fmt: skip
+        message[field, :4] = integers(*values)
+    message[Field.TEMPERATURE, :4] = float_bits(0.0, 0.5, 1.5, 0.0)
+    message[Field.DIVISOR, :4] = float_bits(1.0, 0.0, 1.5, 0.0)
+    take_seats(message, seats, inputs)
+    assert inputs.anchors[:3].tolist() == [7, 8, 9]
+    assert (inputs.output_positions.tolist(), inputs.active.tolist()) == ([1, 4, 6, 0], [1, 1, 1, 0])
+    assert inputs.temperatures.tolist() == [0.0, 0.5, 1.5, 0.0]
+    assert inputs.page_table[:3].tolist() == [[31, 0, 0, 0, 0], [0, 32, 0, 0, 0], [0] * 5]
+
+    drafts = integers(1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0).view(4, 3)
+    drawn = integers(1, 2, 30, 31, 4, 5, 6, 60, 7, 8, 9, 90, 0, 0, 0, 0)
+    results = torch.zeros((4, 9), dtype=torch.int64, device=DEVICE)
+    scored = judge(message, inputs, seats, drafts, drawn, results, score=True)
+    assert scored is not None
+    # two of three are right; all are right, but only two count before the limit; one counts by the request's own cap
+    assert results[:3, :2].tolist() == [[2, 3], [2, 2], [1, 1]]
+    assert results[:3, 2:5].tolist() == drafts[:3].tolist()
+    assert results[:3, 5:].tolist() == drawn.view(4, 4)[:3].tolist()
+    assert scored[1].view(4, 4).tolist() == [[1, 1, 1, 0], [0] * 4, [1.5, 1.5, 0, 0], [0] * 4]
+    assert seats.anchors[[4, 0, 2]].tolist() == [30, 6, 8]
+    assert seats.positions[[4, 0, 2]].tolist() == [13, 6, 8]
+
+    message[Field.CARRIED, :3] = 1
+    message[Field.PAGE_INDEX, 0], message[Field.PAGE, 0] = 1, 77
+    message[Field.DECREE, 2] = 0
+    take_seats(message, seats, inputs)
+    assert inputs.anchors[:3].tolist() == [30, 6, 8]
+    assert inputs.positions[:3].tolist() == [13, 6, 8]
+    assert inputs.active.tolist() == [1, 0, 1, 0], "the second has reached its limit of 7 tokens"
+    assert inputs.page_table[0].tolist() == seats.page_table[4].tolist() == [31, 77, 0, 0, 0]
+    before = seats.positions[0].item()
+    judge(message, inputs, seats, drafts, drawn, results, score=False)
+    assert seats.positions[0].item() == before, "who is inactive stays where it was"
+    assert (results[2, :2].tolist(), seats.anchors[2].item()) == ([0, 1], 7), "none accepted, by decree"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from exactspec.engine.batch import Block
@@ -18,8 +18,8 @@ class EagerFlight:
     requests: list[RunningRequest]
     result: RoundResult | None
 
-    def read(self, is_live: Callable[[RunningRequest], bool]) -> RoundResult:
-        return self.runner.land(self, is_live)
+    def read(self, live: Set[RunningRequest]) -> RoundResult:
+        return self.runner.land(self, live)
 
 
 class LaunchingRunner(RoundRunner):
@@ -60,11 +60,11 @@ class LaunchingRunner(RoundRunner):
         self.num_launched += 1
         return EagerFlight(self, decodes, result)
 
-    def land(self, flight: EagerFlight, is_live: Callable[[RunningRequest], bool]) -> RoundResult:
+    def land(self, flight: EagerFlight, live: Set[RunningRequest]) -> RoundResult:
         self.unread -= 1
         result = flight.result
         assert result is not None, "a round in which nobody could be active was launched and read"
-        kept = [i for i, block in enumerate(result.sampled_blocks) if is_live(block.request)]
+        kept = [i for i, block in enumerate(result.sampled_blocks) if block.request in live]
         self.num_dropped_rows += len(flight.requests) - len(kept)
         for block in (result.sampled_blocks[i] for i in kept):
             assert block.start == block.request.kv_len, "host and device disagree"

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ class NoGraphs:
         return outputs
 
 
-def make_engine(draft: str, captured: bool) -> Engine:
+def make_engine(draft: str, captured: bool, overlap: bool = True) -> Engine:
     backend = CudaBackend("cuda") if ON_DEVICE else InterpretedBackend()
     target = TargetModel(backend, tiny_target(dtype=HALF, context_length=32, max_context=32, **SHAPE))
     drafter: Any = NoDrafter() if draft == "none" else NgramDrafter(3)
@@ -77,7 +78,9 @@ def make_engine(draft: str, captured: bool) -> Engine:
         model = random_draft(target.config, gamma=3, num_layers=1, markov_rank=8 if draft == "dspark" else 0,
                              sample_from_anchor=draft == "dspark")  # fmt: skip
         drafter = BlockDrafter(model, target, num_slots=40 * 4)
-    config = EngineConfig(model="tiny", page_size=4, max_running_requests=3, prefill_chunk=16, kv_tokens=160)
+    config = EngineConfig(
+        model="tiny", page_size=4, max_running_requests=3, prefill_chunk=16, kv_tokens=160, overlap=overlap
+    )
     engine = Engine(config, target, drafter, 40, VerifyAll("coupled"))
     old = engine.runner
     if captured:
@@ -129,7 +132,7 @@ def test_captured_rounds_equal_ordinary_rounds(draft: str) -> None:
     engine = make_engine(draft, captured=True)
     got = answers(engine, some_requests()[:3])
     want = answers(make_engine(draft, captured=False), some_requests()[:3])
-    assert engine.runner.graphs is not None
+    assert engine.rounds.num_overlapped > 0 or draft == "ngram", "whose drafts come from the host"
     for name in want:
         # which drafts are proposed may differ in the last bit of a draft's logits; what is emitted may not
         assert got[name][:2] == want[name][:2], name
@@ -148,3 +151,20 @@ def test_plain_steps_take_the_captured_way_and_others_do_not(draft: str) -> None
     answers(engine, some_requests()[3:])
     if not ON_DEVICE:
         assert engine.runner.graphs.kinds == {"forward"}
+
+
+@pytest.mark.parametrize("draft", [pytest.param(name, marks=SLOW) for name in ("none", "dspark", "dflash")])
+def test_overlap_on_and_off_agree_and_a_newcomer_takes_a_seat(draft: str) -> None:
+    """Requests end at different times and a third one joins late, on a seat that another had."""
+    found = []
+    for overlap in (True, False):
+        engine = make_engine(draft, captured=True, overlap=overlap)
+        requests = some_requests()[:3]
+        early = [replace(request, params=replace(request.params, max_new_tokens=2 + 5 * i)) for i, request in
+                 enumerate(requests[:2])]  # fmt: skip
+        got = answers(engine, early)
+        got.update(answers(engine, [replace(requests[2], request_id="late"), replace(early[1], request_id="again")]))
+        assert got["again"][:3] == got["r1"][:3]
+        assert (engine.rounds.num_overlapped > 0) == overlap
+        found.append(got)
+    assert found[0] == found[1]

@@ -117,7 +117,7 @@ def _judge_kernel(
     message, stride, positions, active, drafts, draft_stride, drawn, seat_anchors, seat_positions, results,
     result_stride, emitted, divisors, G: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr,
 ):  # fmt: skip
-    """Program r: results[r] = accepted drafts, the G drafts, the G + 1 drawn tokens."""
+    """Program r: results[r] = drafts accepted, drafts that counted, G drafts, G + 1 tokens (of rows that emit one)."""
     r = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     is_active = tl.load(active + r) != 0
@@ -135,12 +135,14 @@ def _judge_kernel(
     tl.store(seat_anchors + seat, last, mask=is_active)
     tl.store(seat_positions + seat, position + count + 1, mask=is_active)
     tl.store(results + r * result_stride, count)
-    tl.store(results + r * result_stride + 1 + lane, draft, mask=lane < G)
-    tl.store(results + r * result_stride + 1 + G + lane, token, mask=lane <= G)
+    tl.store(results + r * result_stride + 1, room)
+    tl.store(results + r * result_stride + 2 + lane, draft, mask=lane < G)
+    token = tl.where(lane < count, draft, token)  # the same, but for decrees
+    tl.store(results + r * result_stride + 2 + G + lane, token, mask=lane <= G)
     if SCORE:
         divisor = _float(tl.load(message + DIVISOR * stride + r))
         wanted = (lane <= count) & is_active
-        tl.store(emitted + r * (G + 1) + lane, tl.where(lane < count, draft, token), mask=lane <= G)
+        tl.store(emitted + r * (G + 1) + lane, token, mask=lane <= G)
         tl.store(divisors + r * (G + 1) + lane, tl.where(wanted, divisor, 0.0), mask=lane <= G)
 
 
@@ -149,7 +151,8 @@ def judge(
 ) -> tuple[Tensor, Tensor] | None:
     """Coupled acceptance: the drafts that equal the target's own draws, up to the first that differs, are accepted.
 
-    drafts [R, G] and drawn [R * (G + 1)] int64 -> results [R, 2G + 2] int64: the number accepted, drafts, drawn tokens.
+    drafts [R, G] and drawn [R * (G + 1)] int64 -> results [R, 2G + 3] int64: drafts accepted, drafts that counted, the
+    drafts, and each row's token (the first `accepted` + 1 are emitted).
     `score`: also returns, for all R * (G + 1) rows, the token each would emit and the divisor of its logits, 0 for rows
     that emit nothing or whose request wants no logprobs.
     """
