@@ -16,7 +16,7 @@ from exactspec.backend.cuda.sampling import to_gumbel
 from exactspec.backend.cuda.tiles import next_power_of_2
 
 FEW = 4  # requests up to which this is faster than a product of tiles (decode.draw_step)
-TOKENS_PER_PROGRAM = 128
+TOKENS_PER_PROGRAM = 64
 NUM_WARPS = 8
 
 
