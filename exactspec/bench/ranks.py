@@ -90,7 +90,8 @@ def main(argv: list[str] | None = None) -> None:
         base = base or figure.tokens_per_second
         print(
             f"{options.shape}, {size} ranks: {figure.tokens_per_second:.1f} tok/s, "
-            f"{figure.tokens_per_second / base:.2f} of the first; same bits again: {figure.same_again}, among others: {figure.same_among_others}",
+            f"{figure.tokens_per_second / base:.2f} of the first; "
+            f"same bits again: {figure.same_again}, among others: {figure.same_among_others}",
             flush=True,
         )
 
