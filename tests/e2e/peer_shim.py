@@ -2,7 +2,8 @@
 
 The kits are unittest mixins inside SGLang's wheel that talk to a server over plain HTTP. `sglang.test` is run as
 shipped; every other `sglang.*` module, and packages that only its engine needs, are answered by permissive stubs, with
-real stand-ins for the few names that tests call. The wheel is fetched with pip once and never becomes part of us.
+real stand-ins for the few names that tests call. The wheel is fetched with pip once (run this file, as `make test`
+does) and never becomes part of us.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from typing import Any
 VERSION = "0.5.23"
 CACHE = Path.home() / ".cache" / "exactspec" / f"sglang-{VERSION}"
 REAL = ("sglang.test", "sglang.benchmark")
+FOLDERS = tuple(f"{name.replace('.', '/')}/" for name in REAL)  # all that is unpacked
 STUBBED = {
     "torch", "torchvision", "triton", "sgl_kernel", "flashinfer", "IPython", "zmq", "datasets", "sgl_eval", "anthropic",
     "decord", "soundfile", "scipy", "pandas", "pybase64", "orjson", "aiohttp", "PIL", "yaml", "tabulate",
 }  # fmt: skip
 
 
+def is_here() -> bool:
+    return (CACHE / "sglang" / "test" / "kits").is_dir()
+
+
 def fetch() -> Path | None:
     """The folder of the unpacked wheel; None when it is not here and cannot be fetched."""
-    if (CACHE / "sglang" / "test" / "kits").is_dir():
+    if is_here():
         return CACHE
     CACHE.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(CACHE), f"sglang=={VERSION}"]
@@ -38,7 +44,7 @@ def fetch() -> Path | None:
     if not wheels:
         return None
     with zipfile.ZipFile(wheels[0]) as archive:
-        archive.extractall(CACHE)
+        archive.extractall(CACHE, [name for name in archive.namelist() if name.startswith(FOLDERS)])
     wheels[0].unlink()
     return CACHE
 
@@ -176,3 +182,7 @@ def install(root: Path, tokenizer: str) -> None:
     }
     os.environ.setdefault("OPENAI_API_KEY", "EMPTY")
     sys.meta_path.insert(0, _Finder(root, names))
+
+
+if __name__ == "__main__":
+    sys.exit(0 if fetch() else 77)
