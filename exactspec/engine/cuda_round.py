@@ -45,7 +45,7 @@ from exactspec.sampling.noise import NoiseStream
 from exactspec.sampling.rows import RowGroup
 from exactspec.sampling.sampler import Sampler, SampleResult
 from exactspec.scheduler.plan import StepPlan
-from exactspec.types import RunningRequest, TokenLogprob
+from exactspec.types import Proposal, RunningRequest, TokenLogprob
 from exactspec.verify.accept import AcceptResult, outcome_sources
 
 
@@ -126,6 +126,7 @@ class CudaRoundRunner(RoundRunner):
         self._plain_policy = verifies_all(policy)
         self._drafts_on_device = isinstance(drafter, BlockDrafter) or not drafter.gamma
         self._simulated = policy.simulated if isinstance(policy, AcceptByDecree) else None
+        self._wants_confidence = policy.reads_confidence and getattr(drafter, "_confidence_head", None) is not None
 
     @torch.no_grad()
     def run(self, plan: StepPlan) -> RoundResult:
@@ -157,12 +158,14 @@ class CudaRoundRunner(RoundRunner):
     # ---- which way ----------------------------------------------------------------------------------
 
     def _fits(self, plan: StepPlan) -> bool:
-        if not plan.decodes or not self._plain_policy or len(plan.decodes) > self.most_requests:
+        if not (plan.decodes and self._plain_policy and self._has_room(plan.decodes)):
             return False
-        width = max(len(request.pages) for request in plan.decodes)
-        if width > self.stage.most_pages or not self.policy.wants_drafts(plan):
-            return False
-        return all(map(is_plain, plan.decodes)) and all(is_plain(chunk.request) for chunk in plan.prefills)
+        return self.policy.wants_drafts(plan) and all(is_plain(chunk.request) for chunk in plan.prefills)
+
+    def _has_room(self, decodes: Sequence[RunningRequest]) -> bool:
+        """There is a captured round for these requests."""
+        fits = len(decodes) <= self.most_requests and max(len(r.pages) for r in decodes) <= self.stage.most_pages
+        return fits and all(map(is_plain, decodes))
 
     def _run_eagerly(self, plan: StepPlan) -> RoundResult:
         drafting = bool(plan.decodes) and self.drafter.gamma > 0 and self.policy.wants_drafts(plan)
@@ -172,6 +175,21 @@ class CudaRoundRunner(RoundRunner):
         hidden, captured = self.forward(batch)
         self.drafter.observe(batch, captured)
         return self._draw(blocks, batch, hidden, proposal)
+
+    def _propose(self, decodes: Sequence[RunningRequest]) -> Proposal:
+        """By the draft graph where nothing but logits, temperature and noise decide the drafts."""
+        by_graph = isinstance(self.drafter, BlockDrafter) and not self.policy.needs_draft_probs
+        if not by_graph or not self._has_room(decodes):
+            return super()._propose(decodes)
+        requests, count = list(decodes), len(decodes)
+        shape = self.stage.seat(requests)
+        draft = self._draft_graph(shape.bucket, shape.sampled)
+        slot = self.stage.send(requests, carried=False)
+        draft.replay()
+        self.stage.sent(slot)
+        confidence = self.stage.confidence[:count].clone() if self._wants_confidence else None
+        lengths = [min(self.drafter.gamma, request.draft_room) for request in requests]
+        return Proposal(self.stage.drafts[:count].clone(), lengths, None, confidence)
 
     # ---- prefill chunks beside a decode round --------------------------------------------------------
 
@@ -261,7 +279,11 @@ class CudaRoundRunner(RoundRunner):
         hidden = drafter.backend.rms_norm(out.reshape(bucket * gamma, -1), drafter._norm, drafter.config.rms_eps)
         base = drafter._whole.lm_head(hidden).view(bucket, gamma, -1)
         noise = (inputs.temperatures, inputs.seeds, inputs.output_positions) if sampled else None
-        self._draw_block(drafter, base, hidden.view(bucket, gamma, -1), inputs, noise)
+        hidden = hidden.view(bucket, gamma, -1)
+        self._draw_block(drafter, base, hidden, inputs, noise)
+        if self._wants_confidence:
+            confidence = drafter._confidence(hidden, inputs.anchors, self.stage.drafts[:bucket])
+            self.stage.confidence[:bucket] = cast(Tensor, confidence)
 
     def _draw_block(
         self,

@@ -86,6 +86,7 @@ class RoundStage:
             zeros(most, pages, dtype=torch.int32),
         )  # fmt: skip
         self.message, self.drafts = zeros(NUM_FIELDS, most), zeros(most, gamma)
+        self.confidence = zeros(most, gamma, dtype=torch.float32)
         size = self._size(most, TOP_BUCKETS[-1])
         self._results = zeros(size)
         self._slots = [Slot(most, size, device.type == "cuda") for _ in range(ROUNDS_AT_ONCE)]
@@ -204,12 +205,16 @@ class RoundStage:
 
     # ---- a round's results ----------------------------------------------------------------------------
 
+    def sent(self, slot: Slot) -> None:
+        """All that uses the slot's buffers is on its way."""
+        if slot.done is not None:
+            slot.done.record()
+
     def fetch(self, slot: Slot, shape: RoundShape) -> None:
         """Starts the one copy of a round's results."""
         size = self._size(shape.bucket, shape.top)
         slot.results[:size].copy_(self._results[:size], non_blocking=True)
-        if slot.done is not None:
-            slot.done.record()
+        self.sent(slot)
 
     def read(self, slot: Slot, shape: RoundShape) -> tuple[np.ndarray, np.ndarray | None]:
         """Waits for a round; its results as `tokens` and `scores` lay them out, valid until two rounds later."""

@@ -22,6 +22,7 @@ class VerifyPolicy(Protocol):
     """What a round asks of its policy."""
 
     needs_draft_probs: bool
+    reads_confidence: bool  # the proposal's
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         """Is drafting worth its time in this step?"""
@@ -38,6 +39,8 @@ class VerifyPolicy(Protocol):
 
 class VerifyAll:
     """Verifies every draft and accepts by `acceptance` ("coupled" or "rejection")."""
+
+    reads_confidence = False
 
     def __init__(self, acceptance: str = "coupled") -> None:
         self.needs_draft_probs = acceptance == "rejection"
@@ -62,6 +65,7 @@ class VerifyByConfidence:
     keeps its bonus row. `decisions` counts steps without drafts and the drafts that were proposed and not verified.
     """
 
+    reads_confidence = True
     PROBE_EVERY = 64  # steps: while drafting does not pay, how often to look again
 
     def __init__(self, acceptance: str, gamma: int, costs: StepCosts) -> None:
@@ -119,6 +123,7 @@ class AcceptByDecree:
     def __init__(self, policy: VerifyPolicy, simulated: SimulatedAcceptance) -> None:
         self.policy = policy
         self.simulated = simulated
+        self.reads_confidence = policy.reads_confidence
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         return self.policy.wants_drafts(plan)

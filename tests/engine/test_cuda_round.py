@@ -30,9 +30,11 @@ from exactspec.draft.random_weights import random_draft
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.cuda_round import CudaRoundRunner
 from exactspec.engine.engine import Engine
-from exactspec.engine.verify_policy import VerifyAll
+from exactspec.engine.profile import StepCosts
+from exactspec.engine.verify_policy import VerifyAll, VerifyByConfidence, VerifyPolicy
 from exactspec.model.target import TargetModel
 from exactspec.types import Request, SamplingParams
+from exactspec.verify.sps import SpsKey, SpsTable
 
 HALF = torch.bfloat16 if ON_DEVICE else torch.float16
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "num_layers": 2}
@@ -70,7 +72,12 @@ class NoGraphs:
         return outputs
 
 
-def make_engine(draft: str, captured: bool, overlap: bool = True) -> Engine:
+def make_engine(
+    draft: str,
+    captured: bool,
+    overlap: bool = True,
+    make_policy: Callable[[int], VerifyPolicy] = lambda gamma: VerifyAll(),
+) -> Engine:
     backend = CudaBackend("cuda") if ON_DEVICE else InterpretedBackend()
     target = TargetModel(backend, tiny_target(dtype=HALF, context_length=32, max_context=32, **SHAPE))
     drafter: Any = NoDrafter() if draft == "none" else NgramDrafter(3)
@@ -81,7 +88,7 @@ def make_engine(draft: str, captured: bool, overlap: bool = True) -> Engine:
     config = EngineConfig(
         model="tiny", page_size=4, max_running_requests=3, prefill_chunk=16, kv_tokens=160, overlap=overlap
     )
-    engine = Engine(config, target, drafter, 40, VerifyAll("coupled"))
+    engine = Engine(config, target, drafter, 40, make_policy(drafter.gamma))
     old = engine.runner
     if captured:
         graphs = GraphCache() if ON_DEVICE else NoGraphs()
@@ -168,3 +175,20 @@ def test_overlap_on_and_off_agree_and_a_newcomer_takes_a_seat(draft: str) -> Non
         assert (engine.rounds.num_overlapped > 0) == overlap
         found.append(got)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("draft", [pytest.param("dspark", marks=SLOW)])
+def test_confidence_rounds_draft_by_the_graph_and_emit_the_same(draft: str) -> None:
+    def policy(gamma: int) -> VerifyPolicy:
+        return VerifyByConfidence(
+            "coupled", gamma, StepCosts(SpsTable(SpsKey("", "", "", ""), (1, 512), (0.01, 0.0101)), None)
+        )
+
+    engine = make_engine(draft, captured=True, make_policy=policy)
+    got = answers(engine, some_requests()[:2])
+    want = answers(make_engine(draft, captured=False, make_policy=policy), some_requests()[:2])
+    for name in want:
+        assert got[name][:2] == want[name][:2]
+    assert engine.stats().num_drafted > 0
+    if not ON_DEVICE:
+        assert engine.runner.graphs.kinds == {"draft", "forward"}
