@@ -74,11 +74,14 @@ def test_check_prints_zero(tiny_folder):
 def test_bench_writes_figures(tiny_folder, tmp_path):
     out = tmp_path / "bench.json"
     exactspec(
-        "bench", "--model", str(tiny_folder), "--contenders", "plain,ngram,transformers", "--limit", "2",
+        "bench", "--model", str(tiny_folder), "--contenders", "plain,ngram,transformers,transformers-ngram",
+        "--limit", "2",
         "--new-tokens", "8", "--json", str(out), "--plot", str(tmp_path / "bench.png"),
     )  # fmt: skip
     record = json.loads(out.read_text())
-    assert [line["contender"] for line in record["lines"]] == ["plain", "ngram", "transformers"]
+    assert [line["contender"] for line in record["lines"]] == [
+        "plain", "ngram", "transformers", "transformers-ngram"
+    ]  # fmt: skip
     assert record["lines"][0]["ratio"] == 1.0
     assert all(line["tokens_per_second"] > 0 for line in record["lines"])
     assert (tmp_path / "bench.png").stat().st_size > 5000
