@@ -81,8 +81,7 @@ SINGLE = Parallel()
 def join_group(rank: int, size: int, store_file: str, is_cuda: bool) -> Parallel:
     """Joins the process group whose ranks meet at `store_file` (a path on this host): NCCL for tensors on CUDA devices,
     gloo for the others. Returns when all have come. Raises ConfigError if this process has a process group already."""
-    if dist.is_initialized():
-        raise ConfigError("tensor_parallel: this process already has a torch.distributed process group")
+    check_no_group()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=dist.FileStore(store_file, size),
@@ -91,6 +90,14 @@ def join_group(rank: int, size: int, store_file: str, is_cuda: bool) -> Parallel
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     return Parallel(rank, size)
+
+
+def check_no_group() -> None:
+    """Raises ConfigError if this process has a process group: there can be one."""
+    if dist.is_initialized():
+        raise ConfigError(
+            "tensor_parallel: this process already has a torch.distributed process group; close the other engine first"
+        )
 
 
 def leave_group() -> None:

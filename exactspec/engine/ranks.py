@@ -27,7 +27,14 @@ from typing import Any
 
 import torch
 
-from exactspec.backend.parallel import Parallel, abort_collectives, join_group, leave_group, shard_spec
+from exactspec.backend.parallel import (
+    Parallel,
+    abort_collectives,
+    check_no_group,
+    join_group,
+    leave_group,
+    shard_spec,
+)
 from exactspec.backend.select import resolve_device
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
@@ -62,6 +69,7 @@ class Followers:
 
     def __init__(self, config: EngineConfig) -> None:
         self.failure = ""
+        self.joined = False  # this process is in the group
         self._closed = False
         self._folder = tempfile.mkdtemp(prefix="exactspec-ranks-")
         self.store_file = os.path.join(self._folder, "store")
@@ -129,7 +137,8 @@ class Followers:
             with contextlib.suppress(OSError, ValueError):
                 follower.pipe.send(("stop", None))
             follower.pipe.close()
-        leave_group()
+        if self.joined:
+            leave_group()
         for follower in self._all:
             try:
                 follower.process.wait(STOP_TIMEOUT_S if not self.failure else 1.0)
@@ -178,6 +187,7 @@ def launch(config: EngineConfig, build: Callable[[EngineConfig, Parallel, Callab
 
     Raises ConfigError if the model does not divide, DeviceError if there are too few devices or a rank fails to start.
     """
+    check_no_group()
     size = config.tensor_parallel
     is_cuda = resolve_device(config.device).startswith("cuda")
     if is_cuda and torch.cuda.device_count() < size:
@@ -189,6 +199,7 @@ def launch(config: EngineConfig, build: Callable[[EngineConfig, Parallel, Callab
     try:
         followers.wait_for("started")
         parallel = join_group(0, size, followers.store_file, is_cuda)
+        followers.joined = True
         if is_cuda:  # a graph that waits for a dead rank raises nothing by itself
             followers.watch(abort_collectives)
         engine = build(config, parallel, lambda *args: LeadingEngine(followers, *args))
@@ -234,6 +245,11 @@ class LeadingEngine(Engine):
     def retract_running(self) -> None:
         super().retract_running()
         self.followers.send("call", ("retract_running", {}))
+
+    def has_work(self) -> bool:
+        """Raises DeviceError when a follower has died: an idle server notices before a request does."""
+        self.followers.check()
+        return super().has_work()
 
     def step(self) -> list[StepOutput]:
         self.followers.check()

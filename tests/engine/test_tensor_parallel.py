@@ -89,6 +89,8 @@ def test_ranks_agree_on_what_the_clock_decides_and_die_together(tmp_path: Path) 
         chunks = llm.stream(PROMPTS[1], plain)
         next(chunks)
         chunks.close()  # aborts
+        with pytest.raises(ConfigError, match="close the other engine first"), two_ranks(shape(tmp_path)):
+            pass
         assert llm.engine.flush_cache()
         assert llm.generate([PROMPTS[0]], plain)[0].text == text
         llm.engine.check_integrity()
