@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from exactspec.draft.checkpoint import CALIBRATION_FILE
+from exactspec.draft.calibration import CALIBRATION_FILE
 from exactspec.engine.llm import LLM
 from exactspec.errors import ConfigError
 from exactspec.train.calibrate import expected_calibration_error, measure_confidence
@@ -170,6 +170,7 @@ def merge(parts: Sequence[Rounds]) -> Rounds | None:
         np.concatenate([part.confidence for part in parts]),
         np.concatenate([part.known for part in parts]),
         np.concatenate([part.accepted for part in parts]),
+        np.concatenate([part.temperature for part in parts]),
         [length for part in parts for length in part.commit_lens],
     )
 

@@ -18,11 +18,11 @@ def calibrate(
     target: Annotated[str, typer.Option(help="Model the draft was trained for.")],
     draft: Annotated[Path, typer.Option(help="Draft checkpoint folder; calibration.json is written there.")],
     prompts: Annotated[Path | None, typer.Option(help="JSON lines, unseen in training [default: written now].")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Rollouts; a quarter of them measures the fit.")] = 120,
+    num_prompts: Annotated[int, typer.Option(help="Rollouts; a quarter of them measures the fit.")] = 240,
     seed: Annotated[int, typer.Option(help="Seed of prompts and rollouts.")] = 0,
     device: opt.Device = "auto",
 ) -> None:
-    """Fit one temperature per draft position to the confidence head, left to right, on fresh rollouts."""
+    """Fit a temperature and an offset per draft position to the confidence head, left to right, on fresh rollouts."""
     from exactspec.train.calibrate import calibrate as run
 
     content = run(target, draft, prompts=prompts, num_prompts=num_prompts, device=device, seed=seed)

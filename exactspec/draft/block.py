@@ -16,6 +16,7 @@ from torch import Tensor
 from exactspec.backend.parallel import head_linear, shard_layer, shard_spec
 from exactspec.draft.base import DraftBatch, Drafter
 from exactspec.draft.block_model import BlockModel
+from exactspec.draft.calibration import Calibration, scale_logits, table_on
 from exactspec.draft.draw import BlockDrawer, OutputHead, Rows, backend_noise, make_plan
 from exactspec.draft.vocabulary import head_rows
 from exactspec.errors import ConfigError
@@ -28,7 +29,7 @@ class BlockDrafter(Drafter):
     """Serves a BlockModel beside a target.
 
     gamma: draft tokens per round, at most what the block was trained for (ConfigError otherwise); None takes all.
-    temperatures: per position, divide the confidence logits (calibration). num_slots: slots of the target's pool.
+    calibration: of the confidence. num_slots: slots of the target's pool.
     short_vocab: rising ids of the only tokens to propose, where nothing needs the whole vocabulary.
     """
 
@@ -38,7 +39,7 @@ class BlockDrafter(Drafter):
         target: TargetModel,
         num_slots: int,
         gamma: int | None = None,
-        temperatures: tuple[float, ...] | None = None,
+        calibration: Calibration | None = None,
         short_vocab: Sequence[int] | None = None,
     ) -> None:
         config = model.config
@@ -64,9 +65,7 @@ class BlockDrafter(Drafter):
         self._drawer = BlockDrawer(self.backend, heads.markov_head, dtype)
         self._confidence_head = heads.confidence_head
         self._whole, self._short = _output_heads(heads, target, short_vocab)
-        self._temperatures = None
-        if temperatures is not None:
-            self._temperatures = torch.tensor(temperatures[: self.gamma], dtype=torch.float32, device=device)
+        self._scales = None if calibration is None else table_on(calibration, self.gamma, device)
 
     @torch.no_grad()
     def observe(self, batch: ForwardBatch, captured: Tensor | None) -> None:
@@ -85,7 +84,7 @@ class BlockDrafter(Drafter):
         plan = make_plan(batch.requests, noise, hidden.device)
         output = self._whole if batch.adjust is not None or batch.want_probs else self._short
         tokens, probs = self._drawer.draw(output, hidden, batch.anchor_ids, plan, batch.adjust, batch.want_probs)
-        return Proposal(tokens, lengths, probs, self._confidence(hidden, batch.anchor_ids, tokens))
+        return Proposal(tokens, lengths, probs, self._confidence(hidden, batch.anchor_ids, tokens, plan.temperatures))
 
     def _hidden(self, batch: DraftBatch) -> Tensor:
         """Final normed states of the predicting rows: [R, gamma, H] float32."""
@@ -122,13 +121,14 @@ class BlockDrafter(Drafter):
     def _embed(self, token_ids: Tensor) -> Tensor:
         return self.target.embed(token_ids) if self._embedding is None else self._embedding[token_ids].float()
 
-    def _confidence(self, hidden: Tensor, anchors: Tensor, tokens: Tensor) -> Tensor | None:
-        """[R, gamma]: chance that each draft is accepted given that those before it were."""
+    def _confidence(self, hidden: Tensor, anchors: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor | None:
+        """[R, gamma]: chance that each draft is accepted given that those before it were; temperatures [R], 0 for
+        greedy requests."""
         if self._confidence_head is None:
             return None
         before = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1)
         logits = self._confidence_head(hidden, self._drawer.previous(before))
-        return torch.sigmoid(logits if self._temperatures is None else logits / self._temperatures)
+        return torch.sigmoid(logits if self._scales is None else scale_logits(logits, self._scales, temperatures))
 
 
 def _output_heads(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from exactspec.draft.config import CONFIG_FILE, BlockDraftConfig, read_draft_con
 from exactspec.errors import CheckpointError
 
 INDEX_FILE = WEIGHTS_FILE + ".index.json"
-CALIBRATION_FILE = "calibration.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _IGNORED = ("rotary_emb.inv_freq",)  # derived values that some trainers save
 log = logging.getLogger(__name__)
@@ -167,26 +165,3 @@ def _own_end_ids(config: BlockDraftConfig) -> frozenset[int]:
         values: Iterable[Any] = value if isinstance(value, list) else [value]
         ids.update(item for item in values if isinstance(item, int))
     return frozenset(ids)
-
-
-def read_calibration(folder: str | Path, gamma: int) -> tuple[float, ...] | None:
-    """Per-position temperatures of the confidence (sequential temperature scaling), or None without the file.
-
-    calibration.json: {"temperatures": [gamma positive numbers], ...}; a confidence is sigmoid(logit / temperature).
-    Raises CheckpointError for any other content.
-    """
-    path = Path(folder) / CALIBRATION_FILE
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        values = content["temperatures"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: expected an object with 'temperatures' ({error})") from error
-    if not isinstance(values, list) or len(values) != gamma:
-        raise CheckpointError(f"{path}: temperatures: expected {gamma} numbers, one per draft position, got {values!r}")
-    for value in values:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= 0:
-            raise CheckpointError(f"{path}: temperatures: must be positive finite numbers, got {value!r}")
-    return tuple(float(value) for value in values)

@@ -73,7 +73,8 @@ def compact_checkpoint(source: str | Path, destination: str | Path) -> None:
     """
     from safetensors.torch import save_file
 
-    from exactspec.draft.checkpoint import CALIBRATION_FILE, load_block_model, read_tensors
+    from exactspec.draft.calibration import CALIBRATION_FILE
+    from exactspec.draft.checkpoint import load_block_model, read_tensors
     from exactspec.draft.config import CONFIG_FILE
 
     source, destination = Path(source), Path(destination)

@@ -45,6 +45,11 @@ class DrawPlan:
     noise: NoiseRows
 
     @property
+    def temperatures(self) -> Tensor:
+        """[R] float32, 0 for greedy requests."""
+        return torch.where(self.is_sampled, 1.0 / self.inverse_temperature, 0.0)
+
+    @property
     def any_sampled(self) -> bool:
         return bool(self.sampled_rows)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from exactspec.backend.base import Backend
 from exactspec.draft.base import Drafter
 from exactspec.draft.block import BlockDrafter
-from exactspec.draft.checkpoint import TargetFacts, check_fit, load_block_model, read_calibration
+from exactspec.draft.calibration import read_calibration
+from exactspec.draft.checkpoint import TargetFacts, check_fit, load_block_model
 from exactspec.draft.config import CONFIG_FILE, read_draft_config
 from exactspec.draft.ngram import NgramDrafter
 from exactspec.draft.none import NoDrafter
@@ -55,9 +56,9 @@ def make_drafter(
         raise ConfigError("draft: the drafter must run on the target's backend")
     model = load_block_model(folder)
     check_fit(model.config, facts, str(folder))
-    temperatures = read_calibration(folder, model.config.gamma)
+    calibration = read_calibration(folder, model.config.gamma)
     short_vocab = read_draft_vocab(folder, model.config.vocab_size)
-    return BlockDrafter(model, target, num_slots, gamma, temperatures, short_vocab)
+    return BlockDrafter(model, target, num_slots, gamma, calibration, short_vocab)
 
 
 def shipped_folder(name: str, target: TargetFacts) -> Path:

@@ -282,7 +282,7 @@ class CudaRoundRunner(RoundRunner):
         hidden = hidden.view(bucket, gamma, -1)
         self._draw_block(drafter, base, hidden, inputs, noise)
         if self._wants_confidence:
-            confidence = drafter._confidence(hidden, inputs.anchors, self.stage.drafts[:bucket])
+            confidence = drafter._confidence(hidden, inputs.anchors, self.stage.drafts[:bucket], inputs.temperatures)
             self.stage.confidence[:bucket] = cast(Tensor, confidence)
 
     def _draw_block(

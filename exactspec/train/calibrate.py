@@ -1,7 +1,8 @@
-"""Sequential temperature scaling of the confidence head (DSpark, arXiv 2607.05147, section 3.2), and its measures.
+"""Calibration of the confidence head on rollouts (draft/calibration.py says what is fitted), and its measures.
 
-Position k gets the temperature for which the product of the scaled confidences up to k predicts best whether the first
-k drafts survive, the positions before it being fixed already: left to right.
+As in sequential temperature scaling (DSpark, arXiv 2607.05147, section 3.2), position k gets the scales for which the
+product of the scaled confidences up to k predicts best whether the first k drafts survive, the positions before it
+being fixed already: left to right.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from exactspec.draft.checkpoint import CALIBRATION_FILE, read_calibration
+from exactspec.draft.calibration import (
+    CALIBRATION_FILE,
+    Calibration,
+    PositionScales,
+    calibrated_chances,
+    chance_logits,
+    read_calibration,
+)
 from exactspec.draft.config import read_draft_config
 from exactspec.engine.llm import LLM
 from exactspec.errors import ConfigError
@@ -23,12 +31,10 @@ from exactspec.train.rollouts import Rounds, run_rollouts
 from exactspec.train.saving import write_json
 from exactspec.train.templates import template_prompts
 from exactspec.types import SamplingParams
-from exactspec.verify.survival import prefix_survival, scale_confidence
+from exactspec.verify.survival import prefix_survival
 
 Floats = NDArray[np.float64]
 NUM_BINS = 15
-_GRID = np.geomspace(0.25, 4.0, 97)
-_ECE_SLACK = 0.001  # among temperatures whose ECE is this close to the best one, the likeliest wins
 _PROMPT_SEED = 987_654  # prompts of calibration: a seed of their own, so that training never saw them
 LEAST_ROUNDS = 200
 
@@ -56,36 +62,70 @@ def area_under_curve(chance: Floats, outcome: NDArray[np.bool_]) -> float:
     return float((ranks[outcome].sum() - positives * (positives + 1) / 2) / (positives * negatives))
 
 
-def fit_temperatures(rounds: Rounds) -> list[float]:
-    """One temperature per draft position. Raises ConfigError without confidences or with too few rounds."""
+def fit_calibration(rounds: Rounds) -> Calibration:
+    """Scales for greedy rounds and for rounds at temperature 1 and above. Where there are none of a kind, those of
+    the other stand in. Raises ConfigError without confidences or with too few rounds."""
     if np.isnan(rounds.confidence).all():
         raise ConfigError("draft: it has no confidence head, so there is nothing to calibrate")
-    if len(rounds.known) < LEAST_ROUNDS:
-        raise ConfigError(f"prompts: {len(rounds.known)} rounds are too few to calibrate, {LEAST_ROUNDS} are the least")
-    gamma = rounds.known.shape[1]
-    temperatures: list[float] = []
+    fits = []
+    for chosen in (rounds.temperature == 0.0, rounds.temperature >= 1.0):
+        if 0 < chosen.sum() < LEAST_ROUNDS:
+            raise ConfigError(f"prompts: {chosen.sum()} rounds are too few to calibrate, {LEAST_ROUNDS} are the least")
+        fits.append(_fit_positions(_pick(rounds, chosen)) if chosen.any() else None)
+    greedy, sampled = fits[0] or fits[1], fits[1] or fits[0]
+    if greedy is None or sampled is None:
+        raise ConfigError("temperatures: name 0, or one of at least 1")
+    return Calibration(greedy, sampled)
+
+
+def _pick(rounds: Rounds, chosen: NDArray[np.bool_]) -> Rounds:
+    return Rounds(rounds.confidence[chosen], rounds.known[chosen], rounds.accepted[chosen], rounds.temperature[chosen])
+
+
+def _fit_positions(rounds: Rounds) -> PositionScales:
+    """Left to right: slope and offset of position k by the likelihood of what survived k drafts, given those before."""
     before = np.ones(len(rounds.known))
-    for k in range(gamma):
-        seen = rounds.known[:, k] & ~np.isnan(rounds.confidence[:, k])
-        chances = np.stack([scale_confidence(rounds.confidence[:, k : k + 1], [t])[:, 0] for t in _GRID])
-        best = _best_temperature(before[seen] * chances[:, seen], rounds.accepted[seen, k])
-        temperatures.append(float(_GRID[best]))
-        before = before * np.nan_to_num(chances[best], nan=0.0)
-    return temperatures
+    slopes, offsets = [], []
+    for k in range(rounds.known.shape[1]):
+        logits = chance_logits(rounds.confidence[:, k])
+        seen = rounds.known[:, k] & ~np.isnan(logits)
+        slope, offset = (1.0, 0.0)
+        if seen.any():
+            slope, offset = _likeliest(logits[seen], before[seen], rounds.accepted[seen, k])
+        slopes.append(slope)
+        offsets.append(offset)
+        before = before * np.nan_to_num(_sigmoid(logits * slope + offset), nan=0.0)
+    return PositionScales(tuple(1.0 / slope for slope in slopes), tuple(offsets))
 
 
-def _best_temperature(survival: Floats, survived: NDArray[np.bool_]) -> int:
-    """survival [grid, n]: the index of the best row."""
-    errors = np.array([expected_calibration_error(row, survived) for row in survival])
-    clipped = np.clip(survival, 1e-6, 1 - 1e-6)
-    surprise = -np.where(survived, np.log(clipped), np.log1p(-clipped)).mean(1)
-    close = errors <= errors.min() + _ECE_SLACK
-    return int(np.where(close, surprise, np.inf).argmin())
+def _likeliest(logits: Floats, before: Floats, survived: NDArray[np.bool_]) -> tuple[float, float]:
+    """Grid search that narrows twice."""
+    slope, offset, width = 1.0, 0.0, 1.0
+    for _ in range(3):
+        grid = [
+            (s, o)
+            for s in slope * np.exp(width * np.linspace(-1.2, 1.2, 13))
+            for o in offset + width * np.linspace(-1.5, 1.5, 13)
+        ]
+        slope, offset = min(grid, key=lambda pair: _surprise(before * _sigmoid(logits * pair[0] + pair[1]), survived))
+        width /= 6.0
+    return float(slope), float(offset)
 
 
-def measure_confidence(rounds: Rounds, temperatures: Sequence[float] | None = None) -> dict[str, Any]:
+def _surprise(chance: Floats, outcome: NDArray[np.bool_]) -> float:
+    clipped = np.clip(chance, 1e-6, 1 - 1e-6)
+    return float(-np.where(outcome, np.log(clipped), np.log1p(-clipped)).mean())
+
+
+def _sigmoid(x: Floats) -> Floats:
+    return 1.0 / (1.0 + np.exp(-x))
+
+
+def measure_confidence(rounds: Rounds, calibration: Calibration | None = None) -> dict[str, Any]:
     """ECE by position of the prefix survival and of the conditional confidence, their means, and the AUC."""
-    chance = rounds.confidence if temperatures is None else scale_confidence(rounds.confidence, temperatures)
+    chance = rounds.confidence
+    if calibration is not None:
+        chance = calibrated_chances(chance, calibration, rounds.temperature)
     survival = prefix_survival(chance)
     before = np.concatenate([np.ones_like(rounds.accepted[:, :1]), rounds.accepted[:, :-1]], axis=1)
     usable = rounds.known & ~np.isnan(chance)
@@ -121,14 +161,14 @@ def calibrate(
     draft: str | Path,
     *,
     prompts: Path | None = None,
-    num_prompts: int = 120,
+    num_prompts: int = 240,
     max_new_tokens: int = 128,
     temperatures: Sequence[float] = (0.0, 0.7, 1.0),
     device: str = "auto",
     seed: int = 0,
     **engine_options: Any,
 ) -> dict[str, Any]:
-    """Fits the temperatures of a draft folder on rollouts and writes DRAFT/calibration.json; returns its content.
+    """Fits the calibration of a draft folder on rollouts and writes DRAFT/calibration.json; returns its content.
 
     `prompts`: JSON lines that training never saw; None: the target writes some with a seed of their own, and templates
     add others. A quarter of the prompts measures what the others fitted.
@@ -147,11 +187,11 @@ def calibrate(
     fitted = [i for i in range(len(ids)) if i % 4 != 3]
     checked = [i for i in range(len(ids)) if i % 4 == 3]
     _, rounds, _ = run_rollouts(llm, [ids[i] for i in fitted], [params[i] for i in fitted])
-    scales = fit_temperatures(rounds)
+    scales = fit_calibration(rounds)
     _, others, _ = run_rollouts(llm, [ids[i] for i in checked], [params[i] for i in checked])
     content = {
-        "temperatures": [round(t, 5) for t in scales],
-        "method": "sequential temperature scaling, left to right, expected calibration error of the prefix survival",
+        **scales.to_json(),
+        "method": "temperature and offset by position, left to right, likelihood of the prefix survival",
         "target": target,
         "rounds": len(rounds.known),
         "sampling_temperatures": list(temperatures),

@@ -26,6 +26,7 @@ class Proposed:
     anchor: int
     token_ids: list[int]
     confidence: list[float] | None
+    temperature: float = 0.0  # of the request
 
 
 class RecordingDrafter(Drafter):
@@ -53,7 +54,9 @@ class RecordingDrafter(Drafter):
             length = proposal.lengths[number]
             if length:
                 chances = None if confidence is None else confidence[number][:length]
-                note = Proposed(len(request.token_ids) - 1, ids[number][:length], chances)
+                params = request.params
+                heat = 0.0 if params.greedy else params.temperature
+                note = Proposed(len(request.token_ids) - 1, ids[number][:length], chances, heat)
                 self.proposed[_key(request)].append(note)
         return proposal
 
@@ -71,12 +74,13 @@ class Rounds:
 
     confidence: as proposed (nan: none); known: the draft's fate was seen; accepted: the draft and all before it were
     what the target emitted. A draft after a rejected one is known (it did not survive); one beyond the end of the
-    output is not.
+    output is not. temperature [R]: of the request, 0 for greedy.
     """
 
     confidence: Floats
     known: NDArray[np.bool_]
     accepted: NDArray[np.bool_]
+    temperature: Floats
     commit_lens: list[int] = field(default_factory=list)  # per round of the engine, bonus included
 
     @property
@@ -129,7 +133,7 @@ def gather_rounds(
     answers: Sequence[RequestOutput], proposed: dict[tuple[int, ...], list[Proposed]], gamma: int
 ) -> Rounds:
     """Compares proposals with what was emitted in their place."""
-    confidence, known, accepted, commits = [], [], [], []
+    confidence, known, accepted, temperature, commits = [], [], [], [], []
     for answer in answers:
         tokens = [*answer.prompt_token_ids, *answer.token_ids]
         commits += [count + 1 for count in answer.stats.accepted_per_round]
@@ -138,6 +142,7 @@ def gather_rounds(
             count = _matching(note.token_ids, truth)
             refuted = count < len(truth)
             row = np.arange(1, gamma + 1)
+            temperature.append(note.temperature)
             accepted.append(row <= count)
             known.append((row <= len(note.token_ids)) & (refuted | (row <= len(truth))))
             chances = note.confidence or []
@@ -147,6 +152,7 @@ def gather_rounds(
         np.array(confidence, dtype=np.float64).reshape(shape),
         np.array(known, dtype=bool).reshape(shape),
         np.array(accepted, dtype=bool).reshape(shape),
+        np.array(temperature, dtype=np.float64),
         commits,
     )
 

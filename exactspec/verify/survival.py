@@ -12,22 +12,6 @@ from exactspec.errors import ConfigError
 Floats = NDArray[np.float64]
 
 
-def scale_confidence(confidence: ArrayLike, temperatures: Sequence[float]) -> Floats:
-    """sigmoid(logit(c_k) / T_k): confidences [R, G] as probabilities, one temperature per draft position.
-
-    DSpark, arXiv 2607.05147, section 3.2. Not for a drafter that has applied its calibration itself.
-    """
-    c = np.asarray(confidence, dtype=np.float64)
-    t = np.asarray(temperatures, dtype=np.float64)
-    if c.ndim != 2 or t.shape != (c.shape[1],):
-        raise ConfigError(f"temperatures: {t.shape} do not match confidences {c.shape}: one per draft position")
-    if not (np.isfinite(t).all() and (t > 0).all()):
-        raise ConfigError(f"temperatures must be positive finite numbers, got {list(temperatures)}")
-    with np.errstate(divide="ignore", over="ignore"):
-        odds = np.log(c) - np.log1p(-c)
-        return 1.0 / (1.0 + np.exp(-odds / t))
-
-
 def prefix_survival(confidence: ArrayLike) -> Floats:
     """a[r, j] = c[r, 0] * ... * c[r, j] for confidences c [R, G], the chances that j is accepted if all before it are.
 

@@ -17,6 +17,7 @@ from exactspec.backend.cpu.backend import CpuBackend
 from exactspec.backend.torch_ref.backend import TorchBackend
 from exactspec.draft.base import DraftBatch
 from exactspec.draft.block import BlockDrafter
+from exactspec.draft.calibration import Calibration, PositionScales, calibrated_chances
 from exactspec.draft.checkpoint import load_block_model
 from exactspec.errors import ConfigError
 from exactspec.model.target import TargetModel
@@ -309,13 +310,24 @@ def test_shared_noise_rows_give_the_same_drafts(target, tmp_path):
     assert torch.equal(shared.token_ids, harness.propose(request).token_ids)
 
 
-def test_calibration_divides_confidence_logits(target, tmp_path):
+@pytest.mark.parametrize(("temperature", "share"), [(0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.7, 1.0)])
+def test_calibration_scales_confidence_logits_by_the_requests_temperature(target, tmp_path, temperature, share):
+    greedy = PositionScales((1.0, 2.0, 0.5, 4.0, 1.5), (0.0, 0.1, 0.2, 0.3, 0.4))
+    sampled = PositionScales((2.0, 1.0, 1.5, 1.0, 0.5), (-0.5, 0.0, -0.2, 0.3, 0.0))
+    calibration = Calibration(greedy, sampled)
     plain = Harness(target, DSPARK, tmp_path / "plain")
-    warm = Harness(target, DSPARK, tmp_path / "warm", temperatures=(1.0, 2.0, 0.5, 4.0, 1.5))
-    raw = plain.propose(plain.ready(running(TEXT))).confidence[0]
-    calibrated = warm.propose(warm.ready(running(TEXT))).confidence[0]
-    expected = torch.sigmoid(torch.logit(raw) / torch.tensor([1.0, 2.0, 0.5, 4.0, 1.5]))
-    torch.testing.assert_close(calibrated, expected, rtol=0, atol=1e-5)
+    warm = Harness(target, DSPARK, tmp_path / "warm", calibration=calibration)
+    raw = plain.propose(plain.ready(running(TEXT, temperature=temperature))).confidence
+    found = warm.propose(warm.ready(running(TEXT, temperature=temperature))).confidence[0]
+
+    def mixed(a, b):
+        return (1 - share) * torch.tensor(a) + share * torch.tensor(b)
+
+    slope = mixed([1 / t for t in greedy.temperatures], [1 / t for t in sampled.temperatures])
+    expected = torch.sigmoid(torch.logit(raw[0]) * slope + mixed(greedy.offsets, sampled.offsets))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    again = calibrated_chances(raw.numpy(), calibration, [temperature])
+    torch.testing.assert_close(found, torch.from_numpy(again[0]).float(), rtol=0, atol=1e-5)
 
 
 def test_own_embedding_and_head_are_used_where_present(target, tmp_path):

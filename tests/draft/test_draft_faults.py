@@ -11,7 +11,8 @@ from draft_fakes import draft_config, draft_tensors, write_draft
 from fakes import EOS_ID, tiny_model
 
 from exactspec.draft.block import BlockDrafter
-from exactspec.draft.checkpoint import load_block_model, read_calibration, save_block_model
+from exactspec.draft.calibration import Calibration, PositionScales, read_calibration
+from exactspec.draft.checkpoint import load_block_model, save_block_model
 from exactspec.draft.factory import make_drafter
 from exactspec.draft.ngram import NgramDrafter
 from exactspec.draft.none import NoDrafter
@@ -136,7 +137,11 @@ def test_calibration_is_found_and_checked(target, tmp_path):
     folder = write_draft(tmp_path, draft_config())
     assert read_calibration(folder, 5) is None
     write_calibration(folder, {"temperatures": [1, 1.5, 0.5, 2.0, 1.25], "ece": 0.01})
-    assert read_calibration(folder, 5) == (1.0, 1.5, 0.5, 2.0, 1.25)
+    plain = PositionScales((1.0, 1.5, 0.5, 2.0, 1.25), (0.0,) * 5)
+    assert read_calibration(folder, 5) == Calibration(plain, plain)
+    both = Calibration(plain, PositionScales((2.0,) * 5, (-0.5, 0.0, 0.5, 1.0, 2.0)))
+    write_calibration(folder, {**both.to_json(), "ece": 0.01})
+    assert read_calibration(folder, 5) == both
     assert make(str(folder), target).gamma == 5
     for content, says in (
         ({"temperatures": [1.0]}, "expected 5 numbers"),
@@ -144,6 +149,8 @@ def test_calibration_is_found_and_checked(target, tmp_path):
         ({"temperatures": [1.0, 1.0, "x", 1.0, 1.0]}, "must be positive finite numbers, got 'x'"),
         ({}, "expected an object with 'temperatures'"),
         ("{", "expected an object with 'temperatures'"),
+        ({**both.to_json(), "sampled": {"temperatures": [1.0] * 5}}, "expected an object with 'temperatures'"),
+        ({**both.to_json(), "sampled": {"temperatures": [1.0] * 5, "offsets": [1.0]}}, "offsets: expected 5 numbers"),
     ):
         write_calibration(folder, content)
         with pytest.raises(CheckpointError, match=says):

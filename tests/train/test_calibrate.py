@@ -8,41 +8,53 @@ import numpy as np
 import pytest
 from toy import chain_target, toy_llm, toy_options
 
-from exactspec.draft.checkpoint import read_calibration
+from exactspec.bench.eval_draft import merge
+from exactspec.draft.calibration import calibrated_chances, read_calibration
 from exactspec.errors import ConfigError
 from exactspec.train import calibrate as module
 from exactspec.train.calibrate import (
     area_under_curve,
     calibrate,
     expected_calibration_error,
-    fit_temperatures,
+    fit_calibration,
     measure_confidence,
 )
 from exactspec.train.rollouts import Rounds, gather_rounds
 from exactspec.train.run import train
 from exactspec.types import SamplingParams
-from exactspec.verify.survival import scale_confidence
 
 
-def made_rounds(scale, count=20_000, gamma=4, seed=0):
-    """Rounds whose true chances are sigmoid(logit), while the head reports sigmoid(scale * logit)."""
+def made_rounds(scale, count=20_000, gamma=4, seed=0, shift=0.0, temperature=1.0):
+    """Rounds whose true chances are sigmoid(logit), while the head reports sigmoid(scale * (logit + shift))."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(1.0, 1.2, (count, gamma))
     truth = 1 / (1 + np.exp(-logits))
     accepted = np.cumprod(rng.random((count, gamma)) < truth, axis=1).astype(bool)
-    confidence = 1 / (1 + np.exp(-logits * np.asarray(scale)))
-    return Rounds(confidence, np.ones_like(accepted), accepted)
+    confidence = 1 / (1 + np.exp(-(logits + shift) * np.asarray(scale)))
+    return Rounds(confidence, np.ones_like(accepted), accepted, np.full(count, temperature))
 
 
 def test_known_temperatures_are_found():
     """An overconfident head (logits times s) needs temperature s, by position."""
     scale = [2.0, 1.5, 1.0, 0.6]
-    found = fit_temperatures(made_rounds(scale))
-    assert found == pytest.approx(scale, rel=0.2)
+    found = fit_calibration(made_rounds(scale))
+    assert found.greedy == found.sampled  # nothing was greedy
+    assert found.sampled.temperatures == pytest.approx(scale, rel=0.2)
+    assert found.sampled.offsets == pytest.approx([0.0] * 4, abs=0.15)
     fresh = made_rounds(scale, seed=1)
     before, after = measure_confidence(fresh), measure_confidence(fresh, found)
     assert after["mean_ece_survival"] < 0.012 < before["mean_ece_survival"]
     assert after["auc_conditional"] == pytest.approx(before["auc_conditional"], abs=0.03)
+
+
+def test_greedy_and_sampled_rounds_get_offsets_of_their_own():
+    """A head that is too sure of sampled requests and not sure enough of greedy ones: no temperature can mend both."""
+    sampled = made_rounds([1.0] * 4, seed=0, shift=0.8, temperature=1.0)
+    mixed = merge([sampled, made_rounds([1.0] * 4, seed=1, shift=-0.6, temperature=0.0)])
+    found = fit_calibration(mixed)
+    assert found.sampled.offsets == pytest.approx([-0.8] * 4, abs=0.15)
+    assert found.greedy.offsets == pytest.approx([0.6] * 4, abs=0.15)
+    assert measure_confidence(mixed, found)["mean_ece_survival"] < 0.01 < measure_confidence(mixed)["mean_ece_survival"]
 
 
 def test_measures_equal_their_slow_definitions():
@@ -62,10 +74,10 @@ def test_measures_equal_their_slow_definitions():
 def test_a_draft_without_confidence_and_too_few_rounds_are_refused():
     rounds = made_rounds([1.0] * 4, count=50)
     with pytest.raises(ConfigError, match="50 rounds are too few"):
-        fit_temperatures(rounds)
+        fit_calibration(rounds)
     rounds.confidence[:] = np.nan
     with pytest.raises(ConfigError, match="no confidence head"):
-        fit_temperatures(rounds)
+        fit_calibration(rounds)
 
 
 def test_what_a_round_tells_about_each_draft(tmp_path):
@@ -98,7 +110,7 @@ def test_a_trained_draft_is_calibrated_and_served_with_it(tmp_path, monkeypatch)
     monkeypatch.setattr(module, "LLM", lambda name, draft, **others: toy_llm(target, draft))
     content = calibrate("toy", options.out, num_prompts=40, max_new_tokens=40)
     assert json.loads((options.out / "calibration.json").read_text()) == content
-    temperatures = read_calibration(options.out, 4)
+    calibration = read_calibration(options.out, 4)
     assert content["after"]["mean_ece_survival"] <= content["before"]["mean_ece_survival"] + 0.03
     from exactspec.train.rollouts import RecordingDrafter
 
@@ -113,4 +125,5 @@ def test_a_trained_draft_is_calibrated_and_served_with_it(tmp_path, monkeypatch)
         llm.engine.drafter = llm.engine.runner.drafter = recorder
         llm.generate([[65, 66, 67]], SamplingParams(max_new_tokens=12, temperature=0.0, seed=1))
         notes.append([n.confidence for n in next(iter(recorder.proposed.values())) if len(n.token_ids) == 4])
-    assert np.allclose(notes[0], scale_confidence(np.array(notes[1]), temperatures), atol=1e-4)
+    wanted = calibrated_chances(np.array(notes[1]), calibration, np.zeros(len(notes[1])))
+    assert np.allclose(notes[0], wanted, atol=1e-4)

@@ -6,26 +6,12 @@ import numpy as np
 import pytest
 
 from exactspec.errors import ConfigError
-from exactspec.verify.survival import AcceptanceEstimate, prefix_survival, scale_confidence
+from exactspec.verify.survival import AcceptanceEstimate, prefix_survival
 
 
 def test_survival_is_the_running_product() -> None:
     survival = prefix_survival([[0.5, 0.5, 1.0, 0.0], [1.0, 0.9, 0.8, 0.7]])
     assert survival == pytest.approx(np.array([[0.5, 0.25, 0.25, 0.0], [1.0, 0.9, 0.72, 0.504]]))
-
-
-def test_temperatures_scale_the_logits_of_their_position() -> None:
-    confidence = np.array([[0.9, 0.9, 0.3]])
-    scaled = scale_confidence(confidence, [1.0, 2.0, 0.5])
-    odds = np.log(confidence / (1 - confidence)) / [1.0, 2.0, 0.5]
-    assert scaled == pytest.approx(1 / (1 + np.exp(-odds)))
-    assert scale_confidence([[0.0, 1.0]], [3.0, 3.0]).tolist() == [[0.0, 1.0]]
-
-
-@pytest.mark.parametrize("temperatures", [[1.0], [1.0, 0.0], [1.0, float("nan")], [1.0, -2.0]])
-def test_impossible_temperatures_are_refused(temperatures: list[float]) -> None:
-    with pytest.raises(ConfigError, match="temperatures"):
-        scale_confidence([[0.5, 0.5]], temperatures)
 
 
 def play(estimate: AcceptanceEstimate, rates: list[float], steps: int, verify_len: int, seed: int = 0) -> None:
