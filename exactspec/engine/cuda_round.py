@@ -93,7 +93,11 @@ class _CudaFlight:
     outputs: tuple[Tensor, Tensor, Tensor]  # hidden, logits, token ids
 
     def read(self, live: Set[RunningRequest]) -> RoundResult:
-        return self.runner.join([self.runner.landed(self, live)])
+        """Without rows of logits: they may be another round's by now, and nobody wants them (`can_launch`)."""
+        part = self.runner.landed(self, live)
+        return RoundResult(
+            part.blocks, part.hidden, None, None, part.blocks, part.first_logit_row, part.accepted, part.scored
+        )
 
 
 class CudaRoundRunner(RoundRunner):
@@ -132,10 +136,9 @@ class CudaRoundRunner(RoundRunner):
     def run(self, plan: StepPlan) -> RoundResult:
         if not self._fits(plan):
             return self._run_eagerly(plan)
-        parts = [self.landed(self._launch_drafted(plan.decodes), set(plan.decodes))]
-        if plan.prefills:
-            parts.append(self._prefill(plan))
-        return self.join(parts)
+        flight = self._launch_drafted(plan.decodes)
+        prefills = [self._prefill(plan)] if plan.prefills else []  # launched behind, before anything is read
+        return self._join([self.landed(flight, set(plan.decodes)), *prefills])
 
     def can_launch(self, plan: StepPlan) -> bool:
         return (
@@ -344,7 +347,7 @@ class CudaRoundRunner(RoundRunner):
 
     # ---- one result ------------------------------------------------------------------------------------
 
-    def join(self, parts: list[_Part]) -> RoundResult:
+    def _join(self, parts: list[_Part]) -> RoundResult:
         """The step's result as the ordinary path would give it. Logits are joined only for those who read them."""
         row, logit_row = 0, 0
         for part in parts:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from exactspec.cache.manager import CacheManager
@@ -24,6 +28,19 @@ from exactspec.scheduler.scheduler import Scheduler
 from exactspec.text.stops import StopChecker, check_stops
 from exactspec.types import FinishReason, Request, RunningRequest, SamplingParams, StepOutput
 from exactspec.verify.accept import AcceptResult
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A step makes thousands of objects that stay: looking through them for cycles, again and again while they are
+    made, takes longer than making them. Garbage waits for the end of the step."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Engine:
@@ -135,6 +152,10 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Runs one step over all requests; returns what it adds to each, ends included."""
+        with _no_collections():
+            return self._step()
+
+    def _step(self) -> list[StepOutput]:
         outputs, self._ended = self._ended, []
         result = self.rounds.next(self.runner)
         if result is None:

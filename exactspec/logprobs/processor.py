@@ -159,12 +159,11 @@ def unpack_scores(
     lost = np.isnan(numbers[:, 0]).nonzero()[0]
     if lost.size:
         raise ExactSpecError(f"logits: the row of token {token_ids[lost[0]]} holds NaN or no finite entry")
-    own, values, ids = numbers[:, 0].tolist(), numbers[:, 1:].tolist(), packed[:, 1 + top_k :].tolist()
     tops: Iterable[Pairs] = repeat(())
     if top_k:
-        # lists shorter than the others stop at their count
-        tops = [tuple(zip(i[:count], v, strict=False)) for i, v, count in zip(ids, values, counts, strict=True)]
-    return list(map(TokenLogprob, token_ids, own, tops, chosen or repeat(())))
+        pairs = tuple(zip(packed[:, 1 + top_k :].flatten().tolist(), numbers[:, 1:].flatten().tolist(), strict=True))
+        tops = [pairs[i * top_k : i * top_k + count] for i, count in enumerate(counts)]
+    return list(map(TokenLogprob, token_ids, numbers[:, 0].tolist(), tops, chosen or repeat(())))
 
 
 def _chunk(

@@ -200,8 +200,9 @@ class Scheduler:
         """
         rows, page_size, reserve = self.gamma_rows, self.cache.page_size, self.cache.reserve
         for request in requests:
-            tokens = min(request.kv_len + 2 * rows, request.max_tokens + rows - 1)
-            if tokens > len(request.pages) * page_size and not reserve(request, tokens):
+            if request.kv_len + 2 * rows <= len(request.pages) * page_size:
+                continue
+            if not reserve(request, min(request.kv_len + 2 * rows, request.max_tokens + rows - 1)):
                 return False
         return True
 
