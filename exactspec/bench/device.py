@@ -11,6 +11,7 @@ figures are wall time of whole steps in the steady state, scheduling and output 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import random
 import statistics
@@ -166,6 +167,8 @@ def engine_figure(engine: Engine, streams: int, prompt: int, params: SamplingPar
     while warm < 4 or engine.scheduler.num_waiting or any(r.is_prefilling for r in engine.scheduler.running()):
         engine.step()
         warm += 1
+    gc.collect()
+    gc.freeze()  # as the server's engine process does: no long collections among the steps
     runner = cast("CudaRoundRunner", engine.runner)
     timeline = Timeline(runner)
     for _ in range(4):  # the first overlapped rounds
