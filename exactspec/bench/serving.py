@@ -1,44 +1,38 @@
 """`exactspec bench serve`: load on running servers, closed loop (clients at once) or open (requests a second).
 
-    python -m exactspec.bench.serving --url http://127.0.0.1:30000 [--url NAME=URL ...] --concurrency 1,8,32
+    exactspec bench serve --model smollm2-135m --draft none,dspark --gguf MODEL.gguf --concurrency 1,8,32
+    exactspec bench serve --url http://127.0.0.1:30000 [--url NAME=URL ...] --rate 2,4
+    exactspec bench serve --model smollm2-135m --draft none,dspark --overhead --concurrency 1,8
 
-Every server gets the same requests over /v1/completions, streamed. With --gguf, llama.cpp's server (xllamacpp) is
-started on that file with as many slots, and measured in the same run, in turns.
+Every server gets the same requests over /v1/completions, streamed, in turns. With --model our server is started once
+for each draft, with --gguf llama.cpp's (xllamacpp), all with as many slots as the largest concurrency. Every loop has
+prompts that no cache has seen. With --overhead our server is compared with the engine alone instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
-import random
 import statistics
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+from exactspec.bench.load import Loop, closed_loop, open_loop
+from exactspec.bench.overhead import OwnServer, measure, show
 from exactspec.bench.prompts import read_prompts
 from exactspec.errors import ConfigError
 
-
-@dataclass(slots=True)
-class Timing:
-    """One request: seconds to the first token and in all, tokens, gaps between events divided by their tokens."""
-
-    first: float
-    total: float
-    tokens: int
-    gaps: list[float] = field(default_factory=list)
+SLOT_TOKENS = 1024  # K/V tokens set aside for each slot of a server that is started here
 
 
 @dataclass(slots=True)
 class Report:
-    """One server under one load. Times in seconds, medians and 95th percentiles over requests (gaps: over events)."""
+    """One server under one load. Times in seconds: (median, 95th percentile) over requests."""
 
     name: str
     load: str
@@ -48,123 +42,24 @@ class Report:
     seconds: float
     tokens_per_second: float
     first_token: tuple[float, float]
-    inter_token: tuple[float, float]
+    inter_token: tuple[float, float]  # time from the first to the last text over the tokens after the first
     total: tuple[float, float]
 
 
-def one_request(url: str, prompt: str, new_tokens: int, temperature: float, seed: int) -> Timing:
-    """Streams one completion. Raises OSError or ValueError when the server does not answer as it should."""
-    parts = urlsplit(url)
-    body = {
-        "model": "default", "prompt": prompt, "max_tokens": new_tokens, "temperature": temperature, "seed": seed,
-        "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
-    }  # fmt: skip
-    connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port, timeout=600)
-    began = last = time.perf_counter()
-    timing = Timing(0.0, 0.0, 0)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise ValueError(f"HTTP {response.status}: {response.read(300)!r}")
-        events = 0
-        for event in _events(response):
-            now = time.perf_counter()
-            if event.get("usage"):
-                timing.tokens = event["usage"]["completion_tokens"]
-            if not event.get("choices") or not event["choices"][0].get("text"):
-                continue
-            if not events:
-                timing.first = now - began
-            else:
-                timing.gaps.append(now - last)
-            events, last = events + 1, now
-    finally:
-        connection.close()
-    timing.total = last - began
-    return timing
-
-
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    for line in response:
-        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield json.loads(line[6:])
-
-
-def closed_loop(url: str, prompts: Sequence[str], concurrency: int, **options: Any) -> tuple[list[Timing], int, float]:
-    """`concurrency` clients, each sending its next request when the last is answered. (timings, failures, seconds)"""
-    queue = list(enumerate(prompts))[::-1]
-    timings: list[Timing] = []
-    failures = 0
-    lock = threading.Lock()
-
-    def client() -> None:
-        nonlocal failures
-        while True:
-            with lock:
-                if not queue:
-                    return
-                number, prompt = queue.pop()
-            try:
-                timing = one_request(url, prompt, seed=number, **options)
-                with lock:
-                    timings.append(timing)
-            except (OSError, ValueError):
-                with lock:
-                    failures += 1
-
-    began = time.perf_counter()
-    _join([threading.Thread(target=client) for _ in range(concurrency)])
-    return timings, failures, time.perf_counter() - began
-
-
-def open_loop(url: str, prompts: Sequence[str], rate: float, **options: Any) -> tuple[list[Timing], int, float]:
-    """Requests arrive at random (Poisson) `rate` a second, whether or not the server keeps up."""
-    rng = random.Random(1)
-    timings: list[Timing] = []
-    failures = 0
-    lock = threading.Lock()
-
-    def client(delay: float, number: int, prompt: str) -> None:
-        nonlocal failures
-        time.sleep(delay)
-        try:
-            timing = one_request(url, prompt, seed=number, **options)
-            with lock:
-                timings.append(timing)
-        except (OSError, ValueError):
-            with lock:
-                failures += 1
-
-    at, threads = 0.0, []
-    for number, prompt in enumerate(prompts):
-        threads.append(threading.Thread(target=client, args=(at, number, prompt)))
-        at += rng.expovariate(rate)
-    began = time.perf_counter()
-    _join(threads)
-    return timings, failures, time.perf_counter() - began
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def report(name: str, load: str, timings: Sequence[Timing], failures: int, seconds: float) -> Report:
-    per_token = [(t.total - t.first) / (t.tokens - 1) for t in timings if t.tokens > 1]
-    tokens = sum(t.tokens for t in timings)
+def report(name: str, load: str, loops: Sequence[Loop]) -> Report:
+    """All rounds of a load as one."""
+    timings = [timing for loop in loops for timing in loop.timings]
+    tokens, seconds = sum(loop.tokens for loop in loops), sum(loop.seconds for loop in loops)
     return Report(
         name=name,
         load=load,
         requests=len(timings),
-        failures=failures,
+        failures=sum(loop.failures for loop in loops),
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else 0.0,
         first_token=_spread([t.first for t in timings]),
-        inter_token=_spread(per_token),
+        inter_token=_spread([(t.total - t.first) / (t.tokens - 1) for t in timings if t.tokens > 1]),
         total=_spread([t.total for t in timings]),
     )
 
@@ -185,7 +80,7 @@ def start_llama_cpp(gguf: Path, slots: int, threads: int) -> tuple[Any, str]:
         raise ConfigError("gguf: comparing with llama.cpp needs xllamacpp: pip install 'exactspec[bench]'") from None
     params = xllamacpp.CommonParams()
     params.model.path = str(gguf)
-    params.n_ctx = 2048 * slots
+    params.n_ctx = SLOT_TOKENS * slots
     params.n_parallel = slots
     params.verbosity = 0
     params.port = 0
@@ -196,60 +91,117 @@ def start_llama_cpp(gguf: Path, slots: int, threads: int) -> tuple[Any, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="exactspec bench serve", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="exactspec bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", action="append", default=[], help="[NAME=]URL of a running server; repeatable")
+    parser.add_argument("--model", help="start our server on this model")
+    parser.add_argument("--draft", default="none", help="once for each of these drafts, comma-separated")
     parser.add_argument("--gguf", type=Path, help="also measure llama.cpp's server on this file")
     parser.add_argument("--threads", type=int, default=2, help="llama.cpp's threads")
     parser.add_argument("--concurrency", default="1,8", help="closed loops: clients at once, comma-separated")
     parser.add_argument("--rate", default="", help="open loops: requests per second, comma-separated")
     parser.add_argument("--requests", type=int, default=32, help="requests of each loop")
+    parser.add_argument("--rounds", type=int, default=1, help="loops of each kind, servers in turns")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=Path, help="JSON lines [default: the built-in set]")
+    parser.add_argument("--overhead", action="store_true", help="our server against the engine alone")
     parser.add_argument("--json", type=Path, help="write figures here")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    servers = [tuple(item.split("=", 1)) if "=" in item.split("//")[0] else (item, item) for item in options.url]
     concurrency = [int(part) for part in options.concurrency.split(",") if part]
-    rates = [float(part) for part in options.rate.split(",") if part]
-    keep = None
-    if options.gguf:
-        keep, url = start_llama_cpp(options.gguf, max(concurrency, default=8), options.threads)
-        servers.append(("llama.cpp", url))
-    if not servers:
-        raise ConfigError("url: which server?")
     known = read_prompts(options.prompts)
-    prompts = [known[i % len(known)] for i in range(options.requests)]
-    settings = {"new_tokens": options.new_tokens, "temperature": options.temperature}
-    reports: list[Report] = []
-    print(
-        f"{'server':<16}{'load':<16}{'ok':>5}{'failed':>8}{'tok/s':>9}{'first ms':>10}{'p95':>8}{'ms/tok':>9}{'p95':>8}"
-    )
-    for clients in concurrency:
-        for name, url in servers:
-            closed_loop(url, prompts[: min(2, len(prompts))], 1, **settings)  # warm
-            reports.append(report(name, f"{clients} at once", *closed_loop(url, prompts, clients, **settings)))
-            _print(reports[-1])
-    for rate in rates:
-        for name, url in servers:
-            reports.append(report(name, f"{rate:g} a second", *open_loop(url, prompts, rate, **settings)))
-            _print(reports[-1])
+    if options.overhead:
+        return _overhead(options, known, concurrency)
+    with ExitStack() as stack:
+        servers = _servers(options, max(concurrency, default=8), stack)
+        reports = _measure(options, servers, known, concurrency)
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([asdict(item) for item in reports], indent=1))
-    del keep
+        _write(options.json, reports)
     return 1 if any(item.failures for item in reports) else 0
 
 
-def _print(item: Report) -> None:
+def _overhead(options: argparse.Namespace, prompts: Sequence[str], concurrency: Sequence[int]) -> int:
+    if not options.model:
+        raise ConfigError("model: --overhead starts the server itself and needs to know on which model")
+    results = {}
+    for draft in options.draft.split(","):
+        results[draft] = measure(
+            options.model, None if draft == "none" else draft, prompts, concurrency, rounds=options.rounds,
+            new_tokens=options.new_tokens, temperature=options.temperature,
+        )  # fmt: skip
+        print(f"draft {draft}, milliseconds a token\n{show(results[draft])}", flush=True)
+    if options.json:
+        _write(options.json, [item for items in results.values() for item in items])
+    return 0
+
+
+def _servers(options: argparse.Namespace, slots: int, stack: ExitStack) -> list[tuple[str, str]]:
+    """(name, URL) of every server, those to be started running."""
+    servers = [tuple(item.split("=", 1)) if "=" in item.split("//")[0] else (item, item) for item in options.url]
+    for draft in options.draft.split(",") if options.model else []:
+        flags = ["--draft", draft, "--max-running-requests", str(slots), "--max-total-tokens", str(SLOT_TOKENS * slots)]
+        own = OwnServer(options.model, flags)
+        stack.callback(own.stop)
+        own.wait()
+        servers.append((f"ours, {draft}", own.url))
+    if options.gguf:
+        keep, url = start_llama_cpp(options.gguf, slots, options.threads)
+        stack.callback(lambda: keep)
+        servers.append(("llama.cpp", url))
+    if not servers:
+        raise ConfigError("url: which server? Give --url, --model or --gguf")
+    return servers
+
+
+def _measure(
+    options: argparse.Namespace,
+    servers: Sequence[tuple[str, str]],
+    known: Sequence[str],
+    concurrency: Sequence[int],
+) -> list[Report]:
+    settings = {"new_tokens": options.new_tokens, "temperature": options.temperature}
+    loads: list[tuple[str, Callable[..., Loop]]] = [
+        (f"{clients} at once", partial(closed_loop, concurrency=clients)) for clients in concurrency
+    ]
+    rates = [float(part) for part in options.rate.split(",") if part]
+    loads += [(f"{rate:g} a second", partial(open_loop, rate=rate)) for rate in rates]
+    for _, url in servers:
+        closed_loop(url, known[:2], concurrency=1, **settings)  # warm
+    print(_HEADER)
+    reports: list[Report] = []
+    for number, (load, run) in enumerate(loads):
+        loops: dict[str, list[Loop]] = {name: [] for name, _ in servers}
+        for turn in range(options.rounds):
+            mark = number * options.rounds + turn + 1
+            prompts = [f"{mark}. {known[i % len(known)]}" for i in range(options.requests)]  # in no cache yet
+            for name, url in servers:
+                loops[name].append(run(url, prompts, **settings))
+        for name, _ in servers:
+            reports.append(report(name, load, loops[name]))
+            print(_line(reports[-1]), flush=True)
+    return reports
+
+
+def _write(path: Path, items: Sequence[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(item) for item in items], indent=1))
+
+
+_HEADER = (
+    f"{'server':<16}{'load':<14}{'ok':>5}{'failed':>7}{'tok/s':>8}{'first ms':>9}{'p95':>7}{'ms/tok':>8}{'p95':>8}"
+)
+
+
+def _line(item: Report) -> str:
     first, inter = item.first_token, item.inter_token
-    print(
-        f"{item.name:<16}{item.load:<16}{item.requests:>5}{item.failures:>8}{item.tokens_per_second:>9.1f}"
-        f"{first[0] * 1e3:>10.0f}{first[1] * 1e3:>8.0f}{inter[0] * 1e3:>9.2f}{inter[1] * 1e3:>8.2f}",
-        flush=True,
+    return (
+        f"{item.name:<16}{item.load:<14}{item.requests:>5}{item.failures:>7}{item.tokens_per_second:>8.1f}"
+        f"{first[0] * 1e3:>9.0f}{first[1] * 1e3:>7.0f}{inter[0] * 1e3:>8.2f}{inter[1] * 1e3:>8.2f}"
     )
 
 

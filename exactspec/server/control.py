@@ -15,6 +15,7 @@ from exactspec.errors import RequestError
 from exactspec.server import messages as m
 from exactspec.server.chat import _message
 from exactspec.server.errors import OPENAI_NAMES, ApiError, bad_request, from_request_error, native_body
+from exactspec.server.mailbox import Mailbox
 from exactspec.server.protocol import AbortBody, Body, DetokenizeBody, PauseBody, TokenizeBody, parse_body
 from exactspec.server.state import Server, json_response, server_of
 from exactspec.types import Request as EngineRequest
@@ -46,12 +47,12 @@ async def _one_token(server: Server) -> None:
     params = SamplingParams(max_new_tokens=1, temperature=0.0, ignore_eos=True)
     token = min(1, int(client.info["vocab_size"]) - 1)
     probe = EngineRequest(f"health-{next(_probes)}", (token,), params, 0, priority=1 << 30, cache_namespace="health")
-    queue: asyncio.Queue[Any] = asyncio.Queue()
-    client.submit(probe, queue)
+    mailbox: Mailbox[Any] = Mailbox()
+    client.submit(probe, mailbox)
     try:
         while time.monotonic() - started < HEALTH_TIMEOUT_S:
             try:
-                _, event = await asyncio.wait_for(queue.get(), 0.25)
+                _, event = await asyncio.wait_for(mailbox.get(), 0.25)
             except TimeoutError:
                 if client.last_output_at > started:
                     return  # busy, and moving

@@ -16,6 +16,7 @@ from exactspec.sampling.seeds import fresh_seed, sample_seed
 from exactspec.server import messages as m
 from exactspec.server.engine_client import EngineClient, Event
 from exactspec.server.errors import ApiError, from_request_error
+from exactspec.server.mailbox import Mailbox
 from exactspec.server.metrics import Metrics
 from exactspec.text.stream import TextStream
 from exactspec.types import FinishReason, Request, RequestStats, SamplingParams, StepOutput, TokenLogprob, TokenSource
@@ -121,7 +122,7 @@ class Generation:
         self.metrics = metrics
         self.time_limit = time_limit
         self.samples: list[Sample] = []
-        self._queue: asyncio.Queue[tuple[str, Event]] = asyncio.Queue()
+        self._mailbox: Mailbox[tuple[str, Event]] = Mailbox()
         limits = Limits(**client.info["limits"]) if client.info else None
         for prompt_index, prompt in enumerate(prompts):
             seed = prompt.params.seed if prompt.params.seed is not None else fresh_seed()
@@ -164,7 +165,7 @@ class Generation:
         deadline = None if self.time_limit is None else time.perf_counter() + self.time_limit
         try:
             for sample in self.samples:
-                self.client.submit(sample.request, self._queue)
+                self.client.submit(sample.request, self._mailbox)
             while pending:
                 request_id, event = await self._next(deadline)
                 sample = pending[request_id]
@@ -184,9 +185,9 @@ class Generation:
 
     async def _next(self, deadline: float | None) -> tuple[str, Event]:
         if deadline is None:
-            return await self._queue.get()
+            return await self._mailbox.get()
         try:
-            return await asyncio.wait_for(self._queue.get(), max(0.0, deadline - time.perf_counter()))
+            return await asyncio.wait_for(self._mailbox.get(), max(0.0, deadline - time.perf_counter()))
         except TimeoutError:
             raise ApiError(503, f"the request took more than {self.time_limit:g} s") from None
 

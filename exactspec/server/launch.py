@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from exactspec.errors import ConfigError
 from exactspec.server.app import make_app
@@ -45,7 +46,8 @@ def serve(options: ServeOptions) -> int:
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"log_level: must be debug, info, warning or error, got {options.log_level!r}")
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    return asyncio.run(_serve(options))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(options))
 
 
 async def _serve(options: ServeOptions) -> int:

@@ -114,6 +114,8 @@ to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
+_SOURCES = {str(source): source for source in TokenSource}
+
 # ---- to and from the vocabulary of the project -------------------------------------------------------
 
 
@@ -139,7 +141,7 @@ def pack_output(output: StepOutput) -> Output:
     return Output(
         request_id=output.request_id,
         token_ids=output.token_ids,
-        sources=[str(source) for source in output.sources],
+        sources=output.sources,  # type: ignore[arg-type]
         cached_tokens=output.stats.cached_tokens,
         logprobs=None if output.logprobs is None else [_entry(e) for e in output.logprobs],
         finish=None if finish is None else (finish.kind, finish.matched, finish.message),
@@ -160,7 +162,7 @@ def unpack_output(message: Output) -> StepOutput:
         request_id=message.request_id,
         token_ids=message.token_ids,
         logprobs=None if message.logprobs is None else [_logprob(e) for e in message.logprobs],
-        sources=[TokenSource(source) for source in message.sources],
+        sources=[_SOURCES[source] for source in message.sources],
         finish=finish,
         stats=stats,
         prompt_logprobs=None if message.prompt_logprobs is None else [_logprob(e) for e in message.prompt_logprobs],

@@ -21,13 +21,20 @@ def test_the_page_streams_compares_and_explains(tmp_path: Path) -> None:
     ):
         page.open(server.url + "/")
         page.until("document.getElementById('about').textContent.includes('ready')")
+        assert not page.js("document.getElementById('plain').disabled")
         page.js("document.getElementById('tokens').value = 96")
         page.js(f"document.getElementById('other').value = {plain.url!r}")
         page.js("document.getElementById('prompt').focus()")
         page.key("Enter", ctrl=True)
         page.until("document.getElementById('same').textContent !== ''", 120)
-        assert page.js("document.getElementById('same').textContent") == "Both servers gave the same tokens."
-        assert page.js("document.querySelectorAll('.panel').length") == 2
+        told = page.js("document.getElementById('same').textContent")
+        assert told.startswith("The same tokens each time. With drafts ")
+        titles = page.js("[...document.querySelectorAll('.panel h2')].map((title) => title.textContent)")
+        assert titles == ["with drafts", "plain: without drafts", plain.url]
+        kinds = (
+            "new Set([...document.querySelectorAll('.panel')[1].querySelectorAll('.token')].map((t) => t.className))"
+        )
+        assert page.js(f"[...{kinds}]") == ["token plain"]
         tokens = page.js("document.querySelectorAll('.panel')[0].querySelectorAll('.token').length")
         assert 1 < tokens <= 96
         assert page.js("document.querySelectorAll('.token.accepted').length") > 0

@@ -1,5 +1,5 @@
 "use strict";
-// The page at "/": streams one prompt from this server, and from a second one if asked, token by token.
+// The page at "/": streams one prompt from this server, with drafts and, to compare, without them and from another.
 
 const $ = (id) => document.getElementById(id);
 const SOURCES = {
@@ -10,6 +10,7 @@ const SOURCES = {
 };
 const TOP = 5;
 let running = null; // AbortController of the present run
+let drafted = false; // does this server speculate?
 
 function headers() {
   const key = $("key").value;
@@ -47,7 +48,9 @@ async function about() {
     $("keybox").hidden = response.status !== 401 && !$("key").value;
     if (response.status === 401) { $("about").textContent = "this server wants an API key"; return; }
     const info = await response.json();
-    const draft = info.speculative_algorithm ? `draft ${info.speculative_algorithm}, blocks of ${info.speculative_num_draft_tokens}` : "no draft";
+    drafted = Boolean(info.speculative_algorithm) && info.speculative_num_draft_tokens > 1;
+    $("plain").disabled = !drafted;
+    const draft = drafted ? `draft ${info.speculative_algorithm}, blocks of ${info.speculative_num_draft_tokens}` : "no draft";
     $("about").textContent = `${info.served_model_name} · ${draft} · ${info.dtype} on ${info.device} · ${info.status}`;
   } catch (error) {
     $("about").textContent = "the server does not answer";
@@ -82,9 +85,10 @@ function addToken(view, [logprob, id, text], top, source) {
 function show(view, last) {
   const now = performance.now();
   const seconds = (now - view.first) / 1000;
+  view.speed = view.tokens > 1 ? (view.tokens - 1) / seconds : 0;
   const values = {
     tokens: view.tokens,
-    "tokens/s": view.tokens > 1 ? ((view.tokens - 1) / seconds).toFixed(1) : "–",
+    "tokens/s": view.speed ? view.speed.toFixed(1) : "–",
     "first token": (view.first - view.started).toFixed(0) + " ms",
     rounds: view.rounds,
     "tokens a round": view.rounds ? ((view.tokens - 1) / view.rounds).toFixed(2) : "–",
@@ -111,12 +115,12 @@ function addBlock(view, size) {
   view.blocks.append(bar);
 }
 
-async function generate(base, view, seed, signal) {
+async function generate({ base, more }, view, seed, signal) {
   const prompt = $("prompt").value;
   const body = {
     sampling_params: { max_new_tokens: Number($("tokens").value), temperature: Number($("temperature").value), sampling_seed: seed },
     stream: true, incremental_stream: true, return_logprob: true, top_logprobs_num: TOP,
-    return_text_in_logprobs: true, return_token_sources: true, logprobs_kind: $("kind").value,
+    return_text_in_logprobs: true, return_token_sources: true, logprobs_kind: $("kind").value, ...more,
   };
   if ($("mode").value === "chat") {
     const answer = await post(base, "tokenize", { messages: [{ role: "user", content: prompt }] }, signal);
@@ -140,15 +144,17 @@ async function run() {
   $("panels").replaceChildren();
   $("same").textContent = "";
   $("stop").disabled = false;
+  const runs = [{ title: drafted ? "with drafts" : "answer", base: "", more: {} }];
+  if (drafted && $("plain").checked) runs.push({ title: "plain: without drafts", base: "", more: { max_drafts: 0 } });
   const other = $("other").value.trim().replace(/\/*$/, "");
-  const views = [makePanel(other ? "this server" : "answer")];
-  if (other) views.push(makePanel(other));
-  // chosen here, so that both servers get the same and a JavaScript number holds it exactly
+  if (other) runs.push({ title: other, base: other + "/", more: {} });
+  const views = runs.map(({ title }) => makePanel(title));
+  // chosen here, so that all get the same and a JavaScript number holds it exactly
   const seed = Number($("seed").value) || Math.floor(Math.random() * 2 ** 48);
   // one after the other: side by side they would share the machine and show neither's speed
   for (const [i, view] of views.entries()) {
     try {
-      await generate(i ? other + "/" : "", view, seed, controller.signal);
+      await generate(runs[i], view, seed, controller.signal);
     } catch (error) {
       if (controller.signal.aborted) break;
       const line = document.createElement("p");
@@ -157,11 +163,16 @@ async function run() {
       view.panel.append(line);
     }
   }
-  if (views.length === 2 && !controller.signal.aborted) {
-    const same = views[0].ids.join() === views[1].ids.join();
-    $("same").textContent = same ? "Both servers gave the same tokens." : "The tokens differ: are the models the same?";
-  }
+  if (views.length > 1 && !controller.signal.aborted) $("same").textContent = verdict(runs, views);
   if (running === controller) { running = null; $("stop").disabled = true; }
+}
+
+function verdict(runs, views) {
+  const same = views.every((view) => view.ids.join() === views[0].ids.join());
+  const told = same ? "The same tokens each time." : "The tokens differ: are the models the same?";
+  const plain = views[runs.findIndex(({ more }) => more.max_drafts === 0)];
+  if (!plain || !same || !views[0].speed || !plain.speed) return told;
+  return `${told} With drafts ${(views[0].speed / plain.speed).toFixed(2)} times as fast as plain.`;
 }
 
 function stop() {
@@ -200,6 +211,5 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); run(); }
   if (event.key === "Escape") { stop(); $("tip").hidden = true; }
 });
-about();
 // #run starts at once, so that a link can show an answer
-if (location.hash === "#run") run();
+about().then(() => { if (location.hash === "#run") run(); });
