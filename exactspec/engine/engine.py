@@ -153,7 +153,11 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Runs one step over all requests; returns what it adds to each, ends included."""
         with _no_collections():
-            return self._step()
+            try:
+                return self._step()
+            except BaseException:
+                self.rounds.drop()
+                raise
 
     def _step(self) -> list[StepOutput]:
         outputs, self._ended = self._ended, []

@@ -43,6 +43,10 @@ class RoundPipeline:
         self._flight = self._launch_behind(flight, runner)
         return flight.read(running)
 
+    def drop(self) -> None:
+        """Forgets the round in flight: the host could not follow the one before it. What it wrote is written again."""
+        self._flight = None
+
     def _plan(self) -> StepPlan:
         plan = self.scheduler.schedule()
         for chunk in plan.prefills:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from fakes import tiny_model
 from flights import LaunchingRunner, launching
@@ -215,3 +217,53 @@ def test_an_ordinary_runner_reads_every_round(target, truth):
     assert engine.rounds.num_overlapped == 0
     with pytest.raises(NotImplementedError, match="reads every round"):
         plan_runner.launch([])
+
+
+def test_a_step_that_fails_leaves_nothing_in_flight(target, truth):
+    """The host has not followed that round: the next step starts again from what is committed."""
+    engine, runner = overlapping(target, truth)
+    gathered = {}
+    for name in "ab":
+        engine.add(asked(name, max_new_tokens=30, logprobs=0))
+    step_to(engine, gathered, 3)
+    runner.fail_in = 1
+    with pytest.raises(RuntimeError, match="read-back"):
+        engine.step()
+    finish(engine, gathered)
+    assert {name: gathered[name].token_ids for name in "ab"} == {name: truth[name][:30] for name in "ab"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic(target, truth, seed):
+    """Arrivals, ends of every kind, aborts and retractions in any order, in a small pool: every answer is a beginning
+    of the true one, whole unless it was aborted, and no page is lost."""
+    numbers = random.Random(seed)
+    names = [f"{letter}{i}" for i in range(6) for letter in "abcd"]
+    engine, runner = overlapping(
+        target, {name: truth[name[0]] for name in names}, num_pages=40, max_running_requests=5, prefill_chunk=11
+    )
+    gathered, wanted, waiting = {}, {}, list(names)
+    while waiting or engine.has_work():
+        if waiting and numbers.random() < 0.3:
+            name = waiting.pop()
+            answer = truth[name[0]][: numbers.randrange(1, 34)]
+            stops = [answer[-1]] if numbers.random() < 0.5 else []
+            wanted[name] = answer[: answer.index(answer[-1]) + 1] if stops else answer
+            engine.add(request(
+                name, [*PROMPT, *[ord(name[0])] * 3], temperature=0.0, logprobs=numbers.choice([None, 0, 2]),
+                ignore_eos=not stops, stop_token_ids=stops, max_new_tokens=len(answer),
+            ))  # fmt: skip
+        running = engine.scheduler.running()
+        if running and numbers.random() < 0.05:
+            engine.scheduler.force_retract(numbers.choice(running))
+        if wanted and numbers.random() < 0.03:
+            engine.abort(numbers.choice(list(wanted)))
+        step_to(engine, gathered, 1)
+    for name, found in gathered.items():
+        if found.finish.kind == "abort":
+            assert found.token_ids == wanted[name][: len(found.token_ids)]
+        else:
+            assert found.token_ids == wanted[name]
+    assert len(gathered) == len(names)
+    assert runner.num_behind > 20
+    assert engine.flush_cache()
