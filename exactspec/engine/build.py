@@ -13,6 +13,7 @@ from exactspec.draft.factory import make_drafter
 from exactspec.draft.simulate import SimulatedAcceptance
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
+from exactspec.engine.live_costs import LiveCosts
 from exactspec.engine.profile import load_or_measure
 from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyByConfidence, VerifyPolicy
 from exactspec.errors import ConfigError
@@ -78,7 +79,8 @@ def make_policy(config: EngineConfig, target: TargetModel, drafter: Drafter, num
             max_requests=config.max_running_requests,
             num_slots=num_pages * config.page_size,
         )
-        policy = VerifyByConfidence(config.acceptance, drafter.gamma, costs)
+        together = target.backend.parallel.size > 1  # ranks must plan alike, and each has a clock of its own
+        policy = VerifyByConfidence(config.acceptance, drafter.gamma, LiveCosts(costs, fixed=together))
     if config.simulate_accept_length is not None:
         simulated = SimulatedAcceptance(config.simulate_accept_length, drafter.gamma, config.seed)
         policy = AcceptByDecree(policy, simulated)

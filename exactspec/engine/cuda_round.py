@@ -45,7 +45,7 @@ from exactspec.sampling.noise import NoiseStream
 from exactspec.sampling.rows import RowGroup
 from exactspec.sampling.sampler import Sampler, SampleResult
 from exactspec.scheduler.plan import StepPlan
-from exactspec.types import Proposal, RunningRequest, TokenLogprob
+from exactspec.types import ForwardBatch, Proposal, RunningRequest, TokenLogprob
 from exactspec.verify.accept import AcceptResult, outcome_sources
 
 
@@ -135,7 +135,7 @@ class CudaRoundRunner(RoundRunner):
     @torch.no_grad()
     def run(self, plan: StepPlan) -> RoundResult:
         if not self._fits(plan):
-            return self._run_eagerly(plan)
+            return super().run(plan)
         flight = self._launch_drafted(plan.decodes)
         prefills = [self._prefill(plan)] if plan.prefills else []  # launched behind, before anything is read
         return self._join([self.landed(flight, set(plan.decodes)), *prefills])
@@ -170,14 +170,8 @@ class CudaRoundRunner(RoundRunner):
         fits = len(decodes) <= self.most_requests and max(len(r.pages) for r in decodes) <= self.stage.most_pages
         return fits and all(map(is_plain, decodes))
 
-    def _run_eagerly(self, plan: StepPlan) -> RoundResult:
-        drafting = bool(plan.decodes) and self.drafter.gamma > 0 and self.policy.wants_drafts(plan)
-        proposal = self._propose(plan.decodes) if drafting else None
-        blocks = self._build_blocks(plan, proposal)
-        batch = build_batch(blocks, self.page_size, self.device)
-        hidden, captured = self.forward(batch)
-        self.drafter.observe(batch, captured)
-        return self._draw(blocks, batch, hidden, proposal)
+    def _forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        return self.forward(batch)
 
     def _propose(self, decodes: Sequence[RunningRequest]) -> Proposal:
         """By the draft graph where nothing but logits, temperature and noise decide the drafts."""

@@ -4,6 +4,7 @@ state of its own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -84,13 +85,22 @@ class RoundRunner:
         raise NotImplementedError(f"{type(self).__name__} reads every round before the next")
 
     def run(self, plan: StepPlan) -> RoundResult:
+        began = time.perf_counter()
         drafting = bool(plan.decodes) and self.drafter.gamma > 0 and self.policy.wants_drafts(plan)
         proposal = self._propose(plan.decodes) if drafting else None
         blocks = self._build_blocks(plan, proposal)
+        drafted = time.perf_counter()
         batch = build_batch(blocks, self.page_size, self.device)
-        hidden, captured = self.target.forward(batch, self.pool, self.drafter.capture_layers)
+        hidden, captured = self._forward(batch)
         self.drafter.observe(batch, captured)
-        return self._draw(blocks, batch, hidden, proposal)
+        result = self._draw(blocks, batch, hidden, proposal)
+        if not plan.prefills:
+            ended, rows = time.perf_counter(), sum(len(block.token_ids) for block in blocks)
+            self.policy.note_times(rows, ended - drafted, len(plan.decodes) * drafting, drafted - began)
+        return result
+
+    def _forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        return self.target.forward(batch, self.pool, self.drafter.capture_layers)
 
     def _propose(self, decodes: Sequence[RunningRequest]) -> Proposal:
         anchors = [request.token_ids[-1] for request in decodes]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from exactspec.draft.simulate import SimulatedAcceptance
-from exactspec.engine.profile import StepCosts
+from exactspec.engine.live_costs import LiveCosts
 from exactspec.sampling.rows import RowGroup, first_rows
 from exactspec.sampling.sampler import SampleResult
 from exactspec.scheduler.plan import StepPlan
@@ -36,6 +36,10 @@ class VerifyPolicy(Protocol):
         """One result per group. Decoding groups come first, in the order of the proposal's rows."""
         ...
 
+    def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
+        """What a decode step without prefill took: `rows` of the target, and drafts for `drafted` requests."""
+        ...
+
 
 class VerifyAll:
     """Verifies every draft and accepts by `acceptance` ("coupled" or "rejection")."""
@@ -56,28 +60,44 @@ class VerifyAll:
             return accept_rejection(sampled, groups, proposal.probs if proposal is not None else None)
         return accept_coupled(sampled.token_ids, groups)
 
+    def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
+        pass
+
 
 class VerifyByConfidence:
     """Verifies the prefixes that are worth their rows (verify/plan.py) and drafts only while drafting pays.
 
-    Prefix survival comes from the draft's confidence, or, where it has none, from the acceptance of past rounds.
-    Every request
-    keeps its bonus row. `decisions` counts steps without drafts and the drafts that were proposed and not verified.
+    Prefix survival comes from the draft's confidence, or, where it has none, from the acceptance of past rounds. Costs
+    come from `costs`, which follow the times of real steps. Every request keeps its bonus row.
     """
 
     reads_confidence = True
-    PROBE_EVERY = 64  # steps: while drafting does not pay, how often to look again
+    PROBE_EVERY = 512  # steps: while drafting does not pay, how often to look again
+    HOPELESS = 0.7  # drafting expected to give less than this share of plain steps is not looked at again
+    ADVANTAGE = 1.05  # what drafting must be expected to gain before it begins; it goes on while it gains anything
 
-    def __init__(self, acceptance: str, gamma: int, costs: StepCosts) -> None:
+    def __init__(self, acceptance: str, gamma: int, costs: LiveCosts) -> None:
         self.needs_draft_probs = acceptance == "rejection"
         self.costs = costs
         self.estimate = AcceptanceEstimate(gamma)
-        self.num_undrafted_steps = 0
+        self.num_undrafted_steps = 0  # in a row
         self._accept = VerifyAll(acceptance).accept
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         """Compares the expected tokens per second with and without drafting, by the acceptance of past rounds."""
-        count, rows = len(plan.decodes), len(plan.decodes) + plan.num_prefill_rows
+        count = len(plan.decodes)
+        if not plan.prefills and not self.costs.is_draft_known(count):
+            return True  # a few drafts tell what they cost, once for each size of batch
+        gain = self._gain(count, plan.num_prefill_rows)
+        if gain >= (self.ADVANTAGE if self.num_undrafted_steps else 1.0):
+            self.num_undrafted_steps = 0
+            return True
+        self.num_undrafted_steps += 1
+        return gain >= self.HOPELESS and self.num_undrafted_steps % self.PROBE_EVERY == 0
+
+    def _gain(self, count: int, prefill_rows: int) -> float:
+        """Expected tokens per second with drafts for `count` requests, over those of a plain step."""
+        rows = count + prefill_rows
         best = make_plan(
             self.estimate.survival(count),
             [self.estimate.gamma] * count,
@@ -86,11 +106,10 @@ class VerifyByConfidence:
             stop_early=False,
             draft_seconds=self.costs.draft_seconds(count),
         )
-        if best.tokens_per_second >= count * self.costs.step.sps(rows):
-            self.num_undrafted_steps = 0
-            return True
-        self.num_undrafted_steps += 1
-        return self.num_undrafted_steps % self.PROBE_EVERY == 0
+        return best.tokens_per_second / (count * self.costs.step.sps(rows))
+
+    def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
+        self.costs.note(rows, step_seconds, drafted, draft_seconds)
 
     def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
         if proposal is None:
@@ -130,6 +149,9 @@ class AcceptByDecree:
 
     def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
         return self.policy.verify_lens(plan, proposal)
+
+    def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
+        self.policy.note_times(rows, step_seconds, drafted, draft_seconds)
 
     def accept(self, sampled: SampleResult, groups: list[RowGroup], proposal: Proposal | None) -> list[AcceptResult]:
         drawn = sampled.token_ids.tolist()

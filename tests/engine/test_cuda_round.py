@@ -30,6 +30,7 @@ from exactspec.draft.random_weights import random_draft
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.cuda_round import CudaRoundRunner
 from exactspec.engine.engine import Engine
+from exactspec.engine.live_costs import LiveCosts
 from exactspec.engine.profile import StepCosts
 from exactspec.engine.verify_policy import VerifyAll, VerifyByConfidence, VerifyPolicy
 from exactspec.model.target import TargetModel
@@ -180,9 +181,8 @@ def test_overlap_on_and_off_agree_and_a_newcomer_takes_a_seat(draft: str) -> Non
 @pytest.mark.parametrize("draft", [pytest.param("dspark", marks=SLOW)])
 def test_confidence_rounds_draft_by_the_graph_and_emit_the_same(draft: str) -> None:
     def policy(gamma: int) -> VerifyPolicy:
-        return VerifyByConfidence(
-            "coupled", gamma, StepCosts(SpsTable(SpsKey("", "", "", ""), (1, 512), (0.01, 0.0101)), None)
-        )
+        table = SpsTable(SpsKey("", "", "", ""), (1, 512), (0.01, 0.0101))
+        return VerifyByConfidence("coupled", gamma, LiveCosts(StepCosts(table, None), fixed=True))
 
     engine = make_engine(draft, captured=True, make_policy=policy)
     got = answers(engine, some_requests()[:2])

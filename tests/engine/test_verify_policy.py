@@ -8,6 +8,7 @@ from fakes import TINY_VOCAB, tiny_model
 from scripted import ScriptedDrafter, always_wrong, make_engine, oracle, request, run, silent, sometimes
 
 from exactspec.draft.simulate import SimulatedAcceptance
+from exactspec.engine.live_costs import LiveCosts
 from exactspec.engine.profile import StepCosts
 from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyByConfidence
 from exactspec.verify.sps import SpsKey, SpsTable
@@ -48,7 +49,7 @@ class Confident(ScriptedDrafter):
 
 def scheduled(target, drafter, table, draft=None):
     engine = make_engine(drafter, target=target)
-    engine.runner.policy = VerifyByConfidence("coupled", drafter.gamma, StepCosts(table, draft))
+    engine.runner.policy = VerifyByConfidence("coupled", drafter.gamma, LiveCosts(StepCosts(table, draft), fixed=True))
     return engine
 
 

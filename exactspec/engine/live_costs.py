@@ -1,0 +1,97 @@
+"""Step costs kept true while serving: the measured curves, corrected by what real steps take.
+
+A curve is measured once, perhaps while the machine was busy, and without what a request adds (sampling, filters, longer
+contexts). So every decode step reports its times. The ratio of real to measured time is kept for each measured point;
+points that no step has come near yet take the mean ratio of all. A machine that is slower altogether so changes no
+decision, and a wrong curve is right after some steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from exactspec.engine.profile import StepCosts
+from exactspec.verify.sps import SpsTable
+
+_MEMORY = 20  # steps: a point's ratio is a mean over about so many
+_WIDEST = 4.0  # one step may look so many times slower or faster than expected; more is a hiccup
+_REBUILD_EVERY = 16  # steps
+_FIRST_LOOKS = 3  # times that make a draft's cost known
+
+
+class _Curve:
+    """A table and the ratios of real times to it."""
+
+    def __init__(self, table: SpsTable) -> None:
+        self.table = table
+        self.current = table
+        self.ratios = np.ones(len(table.rows))
+        self.counts = np.zeros(len(table.rows))
+        self._sizes = np.log(table.rows)
+
+    def point(self, size: int) -> int:
+        """The measured point nearest to a size."""
+        return int(np.abs(self._sizes - np.log(max(size, 1))).argmin())
+
+    def note(self, size: int, seconds: float) -> None:
+        point = self.point(size)
+        expected = 1.0 / self.table.sps(size)
+        ratio = seconds / expected
+        if self.counts[point]:
+            ratio = min(max(ratio, self.ratios[point] / _WIDEST), self.ratios[point] * _WIDEST)
+        self.counts[point] += 1
+        self.ratios[point] += (ratio - self.ratios[point]) / min(self.counts[point], _MEMORY)
+
+    def mean_ratio(self) -> float | None:
+        """Over the points that were seen; None before the first."""
+        seen = self.counts > 0
+        return float(np.exp(np.log(self.ratios[seen]).mean())) if seen.any() else None
+
+    def rebuild(self, unseen: float) -> None:
+        ratios = np.where(self.counts > 0, self.ratios, unseen)
+        seconds = np.array(self.table.seconds) * ratios
+        self.current = SpsTable.from_measurements(self.table.key, self.table.rows, seconds.tolist())
+
+
+class LiveCosts:
+    """What a policy plans with. `fixed`: the measured curves as they are (ranks must plan alike)."""
+
+    def __init__(self, costs: StepCosts, fixed: bool = False) -> None:
+        self.fixed = fixed
+        self._step = _Curve(costs.step)
+        self._draft = _Curve(costs.draft) if costs.draft is not None else None
+        self._notes = 0
+
+    @property
+    def step(self) -> SpsTable:
+        return self._step.current
+
+    def draft_seconds(self, num_requests: int) -> float:
+        """0 where drafting is free."""
+        return 1.0 / self._draft.current.sps(num_requests) if self._draft is not None and num_requests else 0.0
+
+    def is_draft_known(self, num_requests: int) -> bool:
+        """Whether drafts for about so many requests were timed in real steps (or need not be)."""
+        if self.fixed or self._draft is None:
+            return True
+        return bool(self._draft.counts[self._draft.point(num_requests)] >= _FIRST_LOOKS)
+
+    def note(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
+        """One decode step without prefill: rows of the target and its time; requests drafted for (0: none) and that."""
+        if self.fixed:
+            return
+        self._step.note(rows, step_seconds)
+        if drafted and self._draft is not None:
+            self._draft.note(drafted, draft_seconds)
+        self._notes += 1
+        if self._notes % _REBUILD_EVERY == 1:
+            common = self._step.mean_ratio() or 1.0
+            self._step.rebuild(common)
+            if self._draft is not None:
+                self._draft.rebuild(self._draft.mean_ratio() or common)
+
+    def ratios(self) -> Sequence[float]:
+        """Real time over measured time by point of the step curve (1 where none was seen)."""
+        return self._step.ratios.tolist()
