@@ -172,7 +172,7 @@ def _measure(
     loads += [(f"{rate:g} a second", partial(open_loop, rate=rate)) for rate in rates]
     for _, url in servers:
         closed_loop(url, known[:2], concurrency=1, **settings)  # warm
-    print(_HEADER)
+    print(_HEADER, flush=True)
     reports: list[Report] = []
     for number, (load, run) in enumerate(loads):
         loops: dict[str, list[Loop]] = {name: [] for name, _ in servers}
