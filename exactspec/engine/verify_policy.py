@@ -73,7 +73,8 @@ class VerifyByConfidence:
 
     reads_confidence = True
     PROBE_EVERY = 512  # steps: while drafting does not pay, how often to look again
-    HOPELESS = 0.7  # drafting expected to give less than this share of plain steps is not looked at again
+    HOPELESS = 0.6  # drafting that is expected to give less than this share of plain steps is not tried
+    DECIDE_EVERY = 8  # steps: plain steps at one load are decided together
     ADVANTAGE = 1.05  # what drafting must be expected to gain before it begins; it goes on while it gains anything
 
     def __init__(self, acceptance: str, gamma: int, costs: LiveCosts) -> None:
@@ -81,18 +82,22 @@ class VerifyByConfidence:
         self.costs = costs
         self.estimate = AcceptanceEstimate(gamma)
         self.num_undrafted_steps = 0  # in a row
+        self._plain_load: tuple[int, int] | None = None  # (requests, prefill rows) of the last decision for plain steps
         self._accept = VerifyAll(acceptance).accept
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         """Compares the expected tokens per second with and without drafting, by the acceptance of past rounds."""
         count = len(plan.decodes)
-        if not plan.prefills and not self.costs.is_draft_known(count):
-            return True  # a few drafts tell what they cost, once for each size of batch
-        gain = self._gain(count, plan.num_prefill_rows)
-        if gain >= (self.ADVANTAGE if self.num_undrafted_steps else 1.0):
-            self.num_undrafted_steps = 0
+        load = (count, plan.num_prefill_rows)
+        if load == self._plain_load and self.num_undrafted_steps % self.DECIDE_EVERY:
+            self.num_undrafted_steps += 1
+            return False
+        gain = self._gain(*load)
+        looks = gain >= self.HOPELESS and not plan.prefills and not self.costs.is_draft_known(count)
+        if looks or gain >= (self.ADVANTAGE if self.num_undrafted_steps else 1.0):
+            self.num_undrafted_steps, self._plain_load = 0, None
             return True
-        self.num_undrafted_steps += 1
+        self.num_undrafted_steps, self._plain_load = self.num_undrafted_steps + 1, load
         return gain >= self.HOPELESS and self.num_undrafted_steps % self.PROBE_EVERY == 0
 
     def _gain(self, count: int, prefill_rows: int) -> float:
