@@ -109,9 +109,15 @@ class VerifyByConfidence:
             rows,
             self.costs.step,
             stop_early=False,
-            draft_seconds=self.costs.draft_seconds(count),
+            draft_seconds=self._spent(count, rows),
         )
-        return best.tokens_per_second / (count * self.costs.step.sps(rows))
+        return best.tokens_per_second / (count * self.costs.step.sps(count))
+
+    def _spent(self, count: int, rows: int) -> float:
+        """Seconds of drafting, less those of prefill rows in the step: they are due whatever is decided, and would make
+        every draft look cheap beside them."""
+        step = self.costs.step
+        return self.costs.draft_seconds(count) - (1.0 / step.sps(rows) - 1.0 / step.sps(count))
 
     def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
         self.costs.note(rows, step_seconds, drafted, draft_seconds)
@@ -126,7 +132,7 @@ class VerifyByConfidence:
         rows = len(plan.decodes) + plan.num_prefill_rows
         return plan_confidence(
             survival, proposal.lengths, rows, self.costs.step, stop_early=self.needs_draft_probs,
-            draft_seconds=self.costs.draft_seconds(len(plan.decodes)),
+            draft_seconds=self._spent(len(plan.decodes), rows),
         )  # fmt: skip
 
     def accept(self, sampled: SampleResult, groups: list[RowGroup], proposal: Proposal | None) -> list[AcceptResult]:

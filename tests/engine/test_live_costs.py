@@ -86,3 +86,16 @@ def test_whatever_the_profile_said_the_policy_ends_near_the_better_of_drafting_a
     found = play(scheduled, 2000)
     plain, full = play(lambda: None, 2000), play(lambda: [gamma] * count, 2000)
     assert found > 0.97 * max(plain, full)
+
+
+def test_prefill_in_the_step_makes_no_draft_worth_its_time():
+    """Decodes beside a long prefill chunk: what does not pay without the chunk does not pay with it."""
+
+    class Chunk:
+        num_rows = 500
+
+    costs = LiveCosts(StepCosts(curve(true_step), curve(true_draft)), fixed=True)
+    policy = VerifyByConfidence("coupled", 7, costs)
+    for count, wanted in ((1, True), (32, False)):
+        assert policy.wants_drafts(StepPlan(decodes=[None] * count)) is wanted
+        assert policy.wants_drafts(StepPlan(decodes=[None] * count, prefills=[Chunk()])) is wanted
