@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -77,6 +77,22 @@ class KVPool:
 class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, in] float32 -> [M, out] float32 (x rounded to the weight dtype, float32 accumulation)."""
+        ...
+
+
+@runtime_checkable
+class ChainedLinear(Protocol):
+    """A Linear [V, r] that can draw whole blocks of a Markov head in one call. A device may have none."""
+
+    def draw_chain(
+        self, w1: Tensor, base: Tensor, noise: Tensor | None, inverse_temperature: Tensor | None, anchors: Tensor
+    ) -> Tensor:
+        """Tokens [R, G] int64, position by position: the lowest argmax of
+        (base[r, k] + W w1[token before]) * inverse_temperature[r] + noise[r, k], ids in vocabulary order.
+
+        w1 [V, r] in the weight's dtype; base, noise [R, G, V] float32 (None: no noise); inverse_temperature [R]
+        float32 (None: 1); anchors [R] int64, the tokens before the first position.
+        """
         ...
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from exactspec.backend.base import Backend
+from exactspec.backend.base import Backend, ChainedLinear
 from exactspec.draft.base import DraftAdjust, NoiseRows
 from exactspec.draft.heads import MarkovHead
 from exactspec.sampling.argmax import lowest_argmax
@@ -153,6 +153,10 @@ class BlockDrawer:
             rows = plan.scale(base)
             rows = rows if noise is None else rows + noise
             return output.tokens(lowest_argmax(rows.flatten(0, 1)).view(rows.shape[:2])), None
+        chain = self._chain(output)
+        if chain is not None and adjust is None and plan.filters is None and not want_probs:
+            scale = plan.inverse_temperature if plan.any_sampled else None
+            return chain.draw_chain(self._w1, base, noise, scale, anchors), None
         state = self.head.start(hidden[:, 0]) if self.head is not None else None
         tokens, probs, previous = anchors.new_zeros(base.shape[:2]), [], anchors
         for k in range(base.shape[1]):
@@ -170,6 +174,12 @@ class BlockDrawer:
                 previous = output.tokens(_draw_row(plan.scale(logits), row_noise, plan))
             tokens[:, k] = previous
         return tokens, torch.stack(probs, dim=1) if want_probs else None
+
+    def _chain(self, output: OutputHead) -> ChainedLinear | None:
+        """What draws whole blocks at once, where the device and the head allow it: ids must be places in the table."""
+        w2 = output.markov_w2
+        fits = self.head is not None and self.head.latent_is_w1_row and output.token_ids is None
+        return w2 if fits and isinstance(w2, ChainedLinear) else None
 
 
 def _draw_row(scaled: Tensor, noise: Tensor | None, plan: DrawPlan) -> Tensor:

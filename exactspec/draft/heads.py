@@ -23,6 +23,8 @@ from exactspec.errors import CheckpointError
 class MarkovHead(nn.Module):
     """Vanilla head, and the base of the others. `markov_w1` [V, r], `markov_w2` [V, r]."""
 
+    latent_is_w1_row = True  # nothing but the token before decides the latent
+
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__()
         self.rank = rank
@@ -51,6 +53,8 @@ class MarkovHead(nn.Module):
 
 
 class GatedMarkovHead(MarkovHead):
+    latent_is_w1_row = False
+
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__(vocab_size, rank, hidden_size)
         self.gate_proj = nn.Linear(hidden_size + rank, rank)
@@ -61,6 +65,8 @@ class GatedMarkovHead(MarkovHead):
 
 
 class RnnMarkovHead(MarkovHead):
+    latent_is_w1_row = False
+
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__(vocab_size, rank, hidden_size)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)

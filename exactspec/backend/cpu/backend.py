@@ -43,6 +43,21 @@ class CpuLinear:
         check(library().es_linear(ctypes.byref(self._struct), rows.data_ptr(), rows.shape[0], out.data_ptr()))
         return out
 
+    def draw_chain(
+        self, w1: Tensor, base: Tensor, noise: Tensor | None, inverse_temperature: Tensor | None, anchors: Tensor
+    ) -> Tensor:
+        """See backend.base.ChainedLinear."""
+        requests, gamma, vocab_size = base.shape
+        if vocab_size != self.out_features or w1.shape[1] != self.in_features:
+            raise ConfigError(f"draw_chain: base {list(base.shape)} and w1 {list(w1.shape)} do not fit this weight")
+        held = [None if t is None else t.to(torch.float32).contiguous() for t in (base, noise, inverse_temperature)]
+        table, before = w1.contiguous(), anchors.to(torch.int64).contiguous()
+        tokens = torch.empty((requests, gamma), dtype=torch.int64)
+        pointers = [None if t is None else t.data_ptr() for t in held]
+        inputs = (ctypes.byref(self._struct), table.data_ptr(), *pointers, before.data_ptr())
+        check(library().es_draw_chain(*inputs, requests, gamma, tokens.data_ptr()))
+        return tokens
+
 
 class CpuBackend:
     """Implements backend.base.Backend. `num_threads` None: see native.default_threads."""

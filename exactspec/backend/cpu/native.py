@@ -76,6 +76,7 @@ _PROTOTYPES: dict[str, tuple[object, tuple[object, ...]]] = {
     "es_packed_bytes": (c_int64, (c_int32,) * 4),
     "es_pack": (None, (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_void_p, POINTER(EsLinear))),
     "es_linear": (c_int32, (POINTER(EsLinear), c_void_p, c_int32, c_void_p)),
+    "es_draw_chain": (c_int32, (POINTER(EsLinear), *(c_void_p,) * 5, c_int32, c_int32, c_void_p)),
     "es_stack_forward": (
         c_int32,
         (POINTER(EsStack), POINTER(EsBatch), POINTER(EsPool), c_void_p, POINTER(c_int32), c_int32, c_void_p),

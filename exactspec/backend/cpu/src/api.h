@@ -68,6 +68,14 @@ void es_pack(const void* weight, const float* bias, int32_t out, int32_t in, int
 // y [rows, out] = x [rows, in] times the weight, plus the bias.
 int32_t es_linear(const EsLinear* linear, const float* x, int32_t rows, float* y);
 
+// Blocks of draft tokens, left to right: tokens[r, k] is the lowest argmax over v of
+//   (base[r, k, v] + W2 W1[token before] [v]) * inverse_temperature[r] + noise[r, k, v].
+// w1 [vocab, rank] in w2's dtype; base, noise [requests, gamma, vocab]; anchors [requests] come before the first
+// position; noise and inverse_temperature may be null.
+int32_t es_draw_chain(const EsLinear* w2, const void* w1, const float* base, const float* noise,
+                      const float* inverse_temperature, const int64_t* anchors, int32_t requests, int32_t gamma,
+                      int64_t* tokens);
+
 // All layers. x [rows, hidden] is overwritten with the last layer's output. captured [rows, num_capture * hidden].
 int32_t es_stack_forward(const EsStack* stack, const EsBatch* batch, const EsPool* pool, float* x,
                          const int32_t* capture, int32_t num_capture, float* captured);
