@@ -1,4 +1,4 @@
-"""The peer's own HTTP test kits, unmodified, against us under every draft."""
+"""The peer's own HTTP test kits against us under every draft; peer_kits.py says which prompts and seeds it sets."""
 
 from __future__ import annotations
 
