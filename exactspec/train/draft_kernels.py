@@ -16,33 +16,6 @@ _PROGRAMS = 1024  # of kernels that sum over rows
 
 
 @triton.jit
-def _norm_forward(x, branch, weight, total_out, norm_out, width, eps, HAS_BRANCH: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < width
-    value = tl.load(x + row * width + cols, mask=mask, other=0.0)
-    if HAS_BRANCH:
-        value += tl.load(branch + row * width + cols, mask=mask, other=0.0)
-        tl.store(total_out + row * width + cols, value, mask=mask)
-    wide = value.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / width + eps)
-    normed = wide * scale * tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
-    tl.store(norm_out + row * width + cols, normed.to(norm_out.dtype.element_ty), mask=mask)
-
-
-def norm_forward(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `draft_ops.norm_forward`, the twin."""
-    rows, width = x.shape
-    total = x if branch is None else torch.empty_like(x)
-    normed = torch.empty_like(x)
-    _norm_forward[(rows,)](
-        x, x if branch is None else branch, weight, total, normed, width, eps,
-        HAS_BRANCH=branch is not None, BLOCK=triton.next_power_of_2(width),
-    )  # fmt: skip
-    return total, normed
-
-
-@triton.jit
 def _norm_backward(
     total, weight, grad_normed, grad_total, grad_x, grad_weight, rows, width, eps,
     HAS_TOTAL: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803

@@ -159,7 +159,7 @@ def draft_operators(device: torch.device) -> SimpleNamespace:
     from exactspec.train import block_attention, draft_kernels, kernels
 
     return SimpleNamespace(
-        norm_forward=draft_kernels.norm_forward,
+        norm_forward=kernels.add_norm,
         norm_backward=draft_kernels.norm_backward,
         silu_mul=kernels.silu_mul,
         silu_mul_backward=draft_kernels.silu_mul_backward,

@@ -72,7 +72,7 @@ def test_anchors_rise_along_a_sequence():
 
 CASES = """
 import torch
-from exactspec.train import block_attention, draft_kernels, draft_ops
+from exactspec.train import block_attention, draft_kernels, draft_ops, kernels
 torch.manual_seed(0)
 
 def near(a, b, bound=2e-5):
@@ -87,7 +87,8 @@ def same(name, *args, where=draft_kernels):
 
 x, branch, weight, grad, more = (torch.randn(shape) for shape in ((70, 40), (70, 40), (40,), (70, 40), (70, 40)))
 for given in (None, branch):
-    same("norm_forward", x, given, weight, 1e-5)
+    for a, b in zip(kernels.add_norm(x, given, weight, 1e-5), draft_ops.norm_forward(x, given, weight, 1e-5)):
+        near(a, b)
     same("norm_backward", x, weight, 1e-5, grad, None if given is None else more)
 gate_up = torch.randn(5, 2 * 48) * 3
 near(draft_kernels.silu_mul_backward(gate_up, x[:5].repeat(1, 2)[:, :48].contiguous()),
