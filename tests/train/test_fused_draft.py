@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from train_fakes import blocks_of, frozen, random_batch, small_draft, small_recipe, small_target
+from train_fakes import (
+    blocks_of,
+    frozen,
+    random_batch,
+    run_in_interpreter,
+    run_on_device,
+    small_draft,
+    small_recipe,
+    small_target,
+)
 
 from exactspec.train import draft_ops, objective
 from exactspec.train.blocks import block_attend, block_input_ids, context_positions
@@ -119,20 +124,14 @@ print("all equal")
 
 def test_kernels_equal_their_twins_in_the_interpreter():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", CASES], capture_output=True, text=True, timeout=250, env=environment, check=False
-    )
-    assert "all equal" in done.stdout, done.stderr[-3000:]
+    run_in_interpreter(CASES)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_equal_their_twins_on_the_device():
     """Float32 products of Triton's tl.dot run in tf32 there."""
-    code = "import torch; torch.set_default_device('cuda')\n" + CASES.replace("2e-5", "3e-3")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
-    assert "all equal" in done.stdout, done.stderr[-3000:]
+    run_on_device(CASES.replace("2e-5", "3e-3"))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from train_fakes import run_in_interpreter, run_on_device
 
 from exactspec.train import ops
 
@@ -69,21 +66,13 @@ print("all equal")
 
 def test_kernels_equal_their_twins_in_the_interpreter():
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", CASES], capture_output=True, text=True, timeout=250, env=environment, check=False
-    )
-    assert "all equal" in done.stdout, done.stderr[-3000:]
+    run_in_interpreter(CASES)
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_kernels_equal_their_twins_on_the_device():
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch; torch.set_default_device('cuda')\n" + CASES.replace("2e-5", "2e-3")],
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert "all equal" in done.stdout, done.stderr[-3000:]
+    run_on_device(CASES.replace("2e-5", "2e-3"))
 
 
 def test_the_written_gradient_is_autograds():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import torch
 from fakes import tiny_target
@@ -15,6 +19,25 @@ from exactspec.train.new_draft import draft_config, new_block_model
 from exactspec.train.options import Recipe, recipe_for
 
 CPU = torch.device("cpu")
+
+
+def run_cases(code: str, **environment: str) -> None:
+    """Runs `code` in a process of its own, which must print "all equal"."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=250, env=os.environ | environment,
+        check=False,
+    )  # fmt: skip
+    assert "all equal" in done.stdout, done.stderr[-3000:]
+
+
+def run_in_interpreter(code: str) -> None:
+    """`run_cases` with Triton's kernels interpreted on the CPU."""
+    run_cases(code, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+def run_on_device(code: str) -> None:
+    """`run_cases` with every tensor on the CUDA device."""
+    run_cases("import torch; torch.set_default_device('cuda')\n" + code)
 
 
 def small_recipe(algorithm: str, **changes: object) -> Recipe:

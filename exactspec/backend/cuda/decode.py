@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from exactspec.backend.cuda.markov import FEW, draw_step_few
+from exactspec.backend.cuda.markov import FEW, draw_step_few, winner_kernel
 from exactspec.backend.cuda.sampling import to_gumbel
 from exactspec.backend.cuda.tiles import next_power_of_2
 from exactspec.types import ForwardBatch
@@ -161,24 +161,6 @@ def _step_kernel(
     tl.store(part_id + r * CHUNKS + chunk, best, mask=r_ok)
 
 
-@triton.jit
-def _pick_kernel(
-    part_score, part_id, ids, id_stride, table, latent, CHUNKS, V, RANK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Program r: the winner of the chunks, and its row of `table` for the next step."""
-    r = tl.program_id(0)
-    c = tl.arange(0, BLOCK)
-    score = tl.load(part_score + r * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
-    token = tl.load(part_id + r * CHUNKS + c, mask=c < CHUNKS, other=2147483647)
-    winner = tl.min(tl.where(score == tl.max(score, 0), token, 2147483647), 0)
-    winner = tl.minimum(winner, V - 1)
-    tl.store(ids + r * id_stride, winner.to(tl.int64))
-    k = tl.arange(0, BLOCK_K)
-    row = tl.load(table + winner.to(tl.int64) * RANK + k, mask=k < RANK, other=0.0)
-    tl.store(latent + r * RANK + k, row.to(tl.float32), mask=k < RANK)
-
-
 def draw_step(
     base: Tensor,
     latent: Tensor,
@@ -210,7 +192,7 @@ def draw_step(
         chunks, RANK=rank, BLOCK_K=block_k, BLOCK_V=TOKENS_PER_PROGRAM, BLOCK_R=REQUESTS_PER_PROGRAM, STREAM=stream,
         GREEDY=sampled is None, num_warps=4,
     )  # fmt: skip
-    _pick_kernel[(count,)](
+    winner_kernel[(count,)](
         score, token, ids, ids.stride(0), w1, previous, chunks, w1.shape[0], RANK=rank, BLOCK_K=block_k,
         BLOCK=next_power_of_2(chunks), num_warps=4,
     )  # fmt: skip

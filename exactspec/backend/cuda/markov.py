@@ -60,7 +60,7 @@ def _score_kernel(
 
 
 @triton.jit
-def _winner_kernel(
+def winner_kernel(
     part_score, part_id, ids, id_stride, table, latent, CHUNKS, V, RANK: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def draw_step_few(
         R=count, RANK=rank, BLOCK_K=block_k, BLOCK_V=TOKENS_PER_PROGRAM, STREAM=stream, GREEDY=sampled is None,
         num_warps=NUM_WARPS,
     )  # fmt: skip
-    _winner_kernel[(count,)](
+    winner_kernel[(count,)](
         score, token, ids, ids.stride(0), w1, previous, chunks, w1.shape[0], RANK=rank, BLOCK_K=block_k,
         BLOCK=next_power_of_2(chunks), num_warps=8,
     )  # fmt: skip
