@@ -111,13 +111,20 @@ class Engine:
         return StopChecker(self.target.tokenizer, params)
 
     def abort(self, request_id: str, message: str = "Aborted") -> bool:
-        """Ends a request now; its last output comes with the next step. False if there is none of that id."""
+        """Ends a request now; its last output comes with the next step or `take_ended`. False if there is none of that
+        id.
+        """
         request = self.scheduler.abort(request_id)
         if request is None:
             return False
         self.drafter.forget(request)
         self._ended.append(self._output(request, FinishReason("abort", message=message)))
         return True
+
+    def take_ended(self) -> list[StepOutput]:
+        """The last outputs of requests aborted since the last step, for those who cannot wait for the next one."""
+        outputs, self._ended = self._ended, []
+        return outputs
 
     def has_work(self) -> bool:
         return bool(self._ended) or not self.scheduler.idle

@@ -236,6 +236,12 @@ class LeadingEngine(Engine):
             self.followers.send("call", ("abort", {"request_id": request_id, "message": message}))
         return found
 
+    def take_ended(self) -> list[StepOutput]:
+        outputs = super().take_ended()
+        if outputs:  # the others must not report them with the next step: the checksums would differ
+            self.followers.send("call", ("take_ended", {}))
+        return outputs
+
     def flush_cache(self, **options: bool) -> bool:
         flushed = super().flush_cache(**options)
         if flushed:

@@ -77,6 +77,7 @@ class EngineLoop:
     def run(self) -> None:
         while not self.stopping:
             self._receive()
+            self._send_outputs(self.engine.take_ended())  # an abort is answered now, be it in a pause
             self._admit_compiled()
             self._flush_if_idle()
             if not self.paused and self.engine.has_work():

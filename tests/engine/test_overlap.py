@@ -159,6 +159,22 @@ def test_aborting_all_leaves_an_unread_round_that_harms_nobody(target, truth):
     assert run(engine, [asked("b", max_new_tokens=20)])["b"].token_ids == truth["b"][:20]
 
 
+def test_an_abort_between_steps_is_told_without_a_step(target, truth):
+    """A paused server does not step, yet the client that aborts wants its answer and the pages are wanted back."""
+    engine, runner = overlapping(target, truth)
+    gathered = {}
+    engine.add(asked("a", max_new_tokens=30))
+    step_to(engine, gathered, 3)
+    assert runner.unread == 1
+    engine.abort("a")
+    (output,) = engine.take_ended()
+    assert (output.request_id, output.token_ids, output.finish.kind) == ("a", [], "abort")
+    assert engine.take_ended() == []
+    assert not engine.has_work()
+    assert engine.flush_cache()
+    assert run(engine, [asked("b", max_new_tokens=20)])["b"].token_ids == truth["b"][:20]
+
+
 def test_a_newcomer_drains_the_rounds_and_joins(target, truth):
     engine, runner = overlapping(target, truth)
     gathered = {}

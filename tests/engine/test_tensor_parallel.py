@@ -17,7 +17,7 @@ import torch
 from exactspec.backend.parallel import Parallel, shard_layer, shard_spec
 from exactspec.engine.llm import LLM
 from exactspec.errors import ConfigError, DeviceError
-from exactspec.types import RequestOutput, SamplingParams
+from exactspec.types import Request, RequestOutput, SamplingParams
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 301, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -89,6 +89,9 @@ def test_ranks_agree_on_what_the_clock_decides_and_die_together(tmp_path: Path) 
         chunks = llm.stream(PROMPTS[1], plain)
         next(chunks)
         chunks.close()  # aborts
+        llm.engine.add(Request("cut", tuple(PROMPTS[2]), plain, seed=0))
+        llm.engine.abort("cut")
+        assert [output.request_id for output in llm.engine.take_ended()] == ["cut"]  # told here, so with no later step
         with pytest.raises(ConfigError, match="close the other engine first"), two_ranks(shape(tmp_path)):
             pass
         assert llm.engine.flush_cache()

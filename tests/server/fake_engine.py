@@ -141,6 +141,10 @@ class FakeEngine:
         self.ended.append(StepOutput(request_id, [], None, [], FinishReason("abort", message=message), running.stats))
         return True
 
+    def take_ended(self) -> list[StepOutput]:
+        outputs, self.ended = self.ended, []
+        return outputs
+
     def has_work(self) -> bool:
         return bool(self.running or self.ended)
 

@@ -156,6 +156,31 @@ def test_pause_in_place_and_go_on(slow: Running) -> None:
         assert late.result().json()["text"] == "late"
 
 
+def test_an_abort_in_a_pause_is_answered_in_the_pause(slow: Running) -> None:
+    """Running or waiting, streamed or not; those that were not meant go on afterwards."""
+    with ThreadPoolExecutor(5) as pool:
+        kept = pool.submit(
+            slow.post, "/generate", {**ENDLESS, "rid": "kept", "sampling_params": {"max_new_tokens": 200}}
+        )
+        running = pool.submit(slow.post, "/generate", {**ENDLESS, "rid": "cut-1"})
+        streamed = pool.submit(slow.post, "/generate", {**ENDLESS, "rid": "cut-2", "stream": True})
+        time.sleep(0.3)
+        assert slow.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+        late = pool.submit(slow.post, "/v1/completions", {"prompt": "abc", "rid": "cut-3", "max_tokens": 3000})
+        time.sleep(0.2)
+        assert slow.post("/abort_request", {"rid": "cut-"}).status_code == 200
+        try:
+            meta = running.result(10).json()["meta_info"]
+            assert (meta["finish_reason"]["type"], meta["completion_tokens"] > 0) == ("abort", True)
+            assert '"type":"abort"' in streamed.result(10).text
+            assert late.result(10).json()["choices"][0]["finish_reason"] == "abort"
+            assert num_running(slow) == 1
+            assert not kept.done()
+        finally:
+            slow.post("/continue_generation", {})
+        assert kept.result().json()["meta_info"]["completion_tokens"] == 200
+
+
 @pytest.mark.parametrize(("mode", "flushed", "retractions"), [("retract", 200, 1), ("in_place", 400, 0)])
 def test_only_a_pause_that_retracts_lets_the_cache_be_flushed(
     slow: Running, mode: str, flushed: int, retractions: int
