@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 LogprobsKind = Literal["raw", "scaled", "processed"]
 GREEDY_BELOW = 1e-6  # temperatures under this are greedy, as in SGLang
+# Logits are float32. With these bounds no bias, penalty and temperature together make an infinity or a NaN of one:
+# (x / LEAST_REPETITION_PENALTY + MOST_BIAS) / GREEDY_BELOW is finite for every |x| <= 1e12.
+MOST_BIAS = 1e30
+MOST_TEMPERATURE = 1e30
+LEAST_REPETITION_PENALTY = 1e-20
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -92,12 +97,12 @@ class SamplingParams:
 def _check_numbers(params: SamplingParams) -> None:
     """Finite numbers inside their ranges; bool is not a number here."""
     ranges: dict[str, tuple[float, float, bool]] = {  # name: low, high, low end allowed
-        "temperature": (0.0, math.inf, True),
+        "temperature": (0.0, MOST_TEMPERATURE, True),
         "top_p": (0.0, 1.0, False),
         "min_p": (0.0, 1.0, True),
         "frequency_penalty": (-2.0, 2.0, True),
         "presence_penalty": (-2.0, 2.0, True),
-        "repetition_penalty": (0.0, 2.0, False),
+        "repetition_penalty": (LEAST_REPETITION_PENALTY, 2.0, True),
     }
     for name, (low, high, closed) in ranges.items():
         value = getattr(params, name)
@@ -114,14 +119,16 @@ def _check_numbers(params: SamplingParams) -> None:
         raise RequestError("max_new_tokens", f"must be an integer >= 0 or None, got {limit!r}")
     if limit is not None and params.min_new_tokens > limit:
         raise RequestError("min_new_tokens", f"{params.min_new_tokens} is over max_new_tokens {limit}")
-    if isinstance(params.top_k, bool) or not isinstance(params.top_k, int) or (params.top_k < 1 and params.top_k != -1):
-        raise RequestError("top_k", f"must be -1 (all) or an integer >= 1, got {params.top_k!r}")
+    top_k = params.top_k
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or not (top_k == -1 or 1 <= top_k < 2**63):
+        raise RequestError("top_k", f"must be -1 (all) or a 64-bit integer >= 1, got {top_k!r}")
     seed = params.seed
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise RequestError("seed", f"must be a 64-bit integer, got {seed!r}")
     for token_id, bias in (params.logit_bias or {}).items():
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
-            raise RequestError("logit_bias", f"the bias of token {token_id} must be a finite number, got {bias!r}")
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not abs(bias) <= MOST_BIAS:  # a NaN is not <= anything
+            raise RequestError("logit_bias", f"token {token_id}: must be a number within +-{MOST_BIAS:g}, got {bias!r}")
 
 
 def _check_stops(params: SamplingParams) -> None:

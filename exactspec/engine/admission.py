@@ -42,8 +42,8 @@ def check_request(request: Request, limits: Limits) -> None:
         raise RequestError("return_hidden_states", "the engine was not started with hidden states enabled")
     if request.sampling_mask not in (None, "selected", "support"):
         raise RequestError("sampling_mask", f"must be selected or support, got {request.sampling_mask!r}")
-    if request.max_drafts is not None and request.max_drafts < 0:
-        raise RequestError("max_drafts", f"must be an integer >= 0, got {request.max_drafts}")
+    if request.max_drafts is not None and not 0 <= request.max_drafts < 2**63:
+        raise RequestError("max_drafts", f"must be a 64-bit integer >= 0, got {request.max_drafts}")
 
 
 def _check_prompt(request: Request, limits: Limits) -> None:

@@ -50,9 +50,10 @@ async def _parse(body: ChatBody, server: Server, answer_id: str) -> Prompt:
                 raise bad_request(name, "is not available with streaming")
     if body.tool_choice not in (None, "none", "auto"):
         raise bad_request("tool_choice", "is not supported")
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(body, limit)
     if max_tokens is not None and max_tokens < 1:
-        raise bad_request("max_tokens", f"must be at least 1, got {max_tokens}")
+        raise bad_request(limit, f"must be at least 1, got {max_tokens}")
     plan = _plan(body)
     defaults = server.client.info.get("generation_defaults") or {}
     params = openai_params(body.model_dump(), max_tokens, defaults, plan, server.options)
@@ -62,7 +63,7 @@ async def _parse(body: ChatBody, server: Server, answer_id: str) -> Prompt:
 
 def _plan(body: ChatBody) -> LogprobPlan:
     kind = body.logprobs_kind or "raw"
-    if body.top_logprobs is not None:
+    if body.top_logprobs:  # clients that fill in every field send 0 with logprobs: false
         if not body.logprobs:
             raise bad_request("top_logprobs", "needs logprobs: true")
         if not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:

@@ -76,7 +76,7 @@ async def _parse(body: GenerateBody, server: Server) -> Job:
     if any(n != samples[0] for n in samples):
         raise bad_request("n", "must be the same for all prompts of a batch")
     wants = _wants(body, count, many=samples[0] != 1)
-    intervals = [p.get("stream_interval") or server.options.stream_interval for p in params]
+    intervals = [_interval(p.get("stream_interval"), server.options.stream_interval) for p in params]
     rids = _rids(body, count)
     spaces = [_each(body.extra_key, count, "extra_key"), _each(body.cache_salt, count, "cache_salt")]
     jobs = []
@@ -128,6 +128,14 @@ def _each(value: Any, count: int, name: str) -> list[Any]:
         return [value] * count
     if len(value) != count:
         raise bad_request(name, f"{len(value)} given for {count} prompts")
+    return value
+
+
+def _interval(value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise bad_request("stream_interval", f"must be an integer >= 1, got {value!r}")
     return value
 
 

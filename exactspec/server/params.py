@@ -158,6 +158,8 @@ def openai_params(
         values["min_new_tokens"] = body["min_tokens"]
     schema = response_format_schema(body.get("response_format"))
     if schema is not None:
+        if body.get("json_schema"):
+            raise bad_request("json_schema", "cannot be combined with response_format")
         values["json_schema"] = schema
     _tidy(values)
     return build(values, plan, OPENAI_NAMES, options)

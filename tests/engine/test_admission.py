@@ -53,14 +53,17 @@ def test_refused_by_name(target, field, prompt, params):
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", True),
+        ("temperature", 1e300),  # infinite in float32: -inf / inf would be NaN
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("top_k", 0),
         ("top_k", 2.0),
+        ("top_k", 10**30),
         ("frequency_penalty", 2.5),
         ("presence_penalty", -3),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
         ("max_new_tokens", -1),
         ("max_new_tokens", 1.5),
         ("min_new_tokens", 129),
@@ -70,6 +73,8 @@ def test_refused_by_name(target, field, prompt, params):
         ("logprobs_kind", "cooked"),
         ("logprob_token_ids", [-1]),
         ("logit_bias", {3: math.nan}),
+        ("logit_bias", {3: 1e39}),
+        ("logit_bias", {3: -(10**400)}),
         ("stop", [""]),
         ("stop_token_ids", ["x"]),
         ("prompt_logprob_start", -1),
@@ -79,6 +84,19 @@ def test_sampling_params_check_themselves(field, value):
     with pytest.raises(RequestError) as error:
         SamplingParams(**{field: value})
     assert error.value.field == field
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1.0, 1e30])
+@pytest.mark.parametrize("kind", ["scaled", "processed"])
+def test_the_most_extreme_numbers_still_give_finite_logprobs(target, temperature, kind):
+    """A NaN in one row would end the engine, and with it everybody's requests."""
+    engine = make_engine(ScriptedDrafter(silent, 0), target=target)
+    extreme = {"logit_bias": {3: 1e30, 4: -1e30, 5: 1e30}, "repetition_penalty": 1e-20, "min_new_tokens": 2}
+    wanted = {"max_new_tokens": 6, "temperature": temperature, "logprobs": 4, "logprobs_kind": kind, "ignore_eos": True}
+    found = run(engine, [request("r", [1, 2], **wanted, **extreme), request("s", [1], **wanted, regex="[a-z]+")])
+    for answer in found.values():
+        values = [value for entry in answer.logprobs for value in (entry.logprob, *(v for _, v in entry.top))]
+        assert all(math.isfinite(value) for value in values)
 
 
 def test_two_grammars_are_one_too_many():

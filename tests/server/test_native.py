@@ -264,6 +264,9 @@ BAD = [
     ({"text": "a", "sampling_params": {"regex": "(a"}}, "regex"),
     ({"text": "a", "sampling_params": {"ebnf": "root = a"}}, "ebnf"),
     ({"text": "a", "sampling_params": {"regex": "a", "ebnf": "root ::= a"}}, "ebnf"),
+    ({"text": "a", "sampling_params": {"logit_bias": {"5": 1e39}}}, "logit_bias"),
+    ({"text": "a", "sampling_params": {"temperature": 1e300}}, "temperature"),
+    ({"text": "a", "sampling_params": {"stream_interval": "x"}}, "stream_interval"),
     ({"text": "a", "sampling_params": {"structural_tag": "x"}}, "structural_tag"),
     ({"text": "a", "return_logprob": True, "logprob_start_len": 99}, "logprob_start_len"),
     ({"text": "a", "return_logprob": True, "logprob_start_len": -2}, "logprob_start_len"),
@@ -280,6 +283,8 @@ BAD = [
     ({"text": "a", "lora_path": "x"}, "lora_path"),
     ({"text": "a", "priority": 10**30}, "priority"),
     ({"text": "a", "max_drafts": -1}, "max_drafts"),
+    ({"text": "a", "max_drafts": 10**30}, "max_drafts"),
+    ({"text": "a", "sampling_params": {"top_k": 10**30}}, "top_k"),
     ({"text": "a", "sampling_params": {"max_new_tokens": 10**30}}, "context length"),
     ({"text": ["fine SAY:x", "a" * 5000]}, "context length"),
 ]

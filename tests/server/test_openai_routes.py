@@ -122,6 +122,11 @@ def test_chat(server: Running) -> None:
     assert content[0]["bytes"] == [ord("h")]
 
 
+def test_no_alternatives_without_logprobs_is_no_contradiction(server: Running) -> None:
+    messages = [{"role": "user", "content": "SAY:a"}]
+    assert ask(server, CHAT, messages=messages, logprobs=False, top_logprobs=0)["choices"][0]["logprobs"] is None
+
+
 def test_half_characters_have_their_true_bytes(server: Running) -> None:
     content = ask(server, CHAT, messages=[{"role": "user", "content": "SAY:€"}], logprobs=True)["choices"][0][
         "logprobs"
@@ -184,6 +189,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "response_format": {"type": "odd"}}, "response_format"),
     ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
     ({"prompt": "a", "json_schema": "INVALID"}, "json_schema"),
+    ({"prompt": "a", "json_schema": "{}", "response_format": {"type": "json_object"}}, "json_schema"),
     ({"prompt": "a", "logprobs_kind": "odd"}, "logprobs_kind"),
     ({"prompt": "a", "lora_path": "x"}, "lora_path"),
     ({"prompt": "a", "n": 10_000}, "n"),
@@ -198,6 +204,8 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
     ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "max_tokens"),
+    ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": -1}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "x"}], "seed": 2**63}, "seed"),
     ({"messages": [{"role": "user", "content": "x"}], "stream": True, "return_meta_info": True}, "return_meta_info"),
 ]
