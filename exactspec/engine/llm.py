@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from exactspec.engine.build import build_engine
 from exactspec.engine.config import EngineConfig
@@ -87,13 +88,25 @@ class LLM:
     """A model with an optional draft. Same answers with and without the draft; see docs/exactness.md.
 
     Keyword arguments are the fields of EngineConfig. Raises ConfigError, CheckpointError, UnsupportedModelError or
-    DeviceError.
+    DeviceError. One thread uses it; in that thread several streams may be open at once, and `generate` be called
+    beside them: they share the engine's steps.
     """
 
     def __init__(self, model: str, *, draft: str | None = None, **options: Any) -> None:
-        self.engine: Engine = build_engine(EngineConfig(model, draft=draft, **options))
-        self.tokenizer = self.engine.target.tokenizer
+        self._attach(build_engine(EngineConfig(model, draft=draft, **options)))
+
+    @classmethod
+    def around(cls, engine: Engine) -> Self:
+        """An LLM around an engine that exists already."""
+        llm = cls.__new__(cls)
+        llm._attach(engine)
+        return llm
+
+    def _attach(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokenizer = engine.target.tokenizer
         self._count = 0
+        self._mailboxes: dict[str, list[StepOutput]] = {}  # of every unfinished request; those of a call share one
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -152,17 +165,11 @@ class LLM:
         self.engine.close()
 
     def _queue(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> dict[str, _Pending]:
-        if params is None or isinstance(params, SamplingParams):
-            per_prompt = [params or SamplingParams()] * len(prompts)
-        else:
-            per_prompt = list(params)
-            if len(per_prompt) != len(prompts):
-                raise RequestError("params", f"{len(per_prompt)} given for {len(prompts)} prompts")
         pending: dict[str, _Pending] = {}
-        for prompt, chosen in zip(prompts, per_prompt, strict=True):
-            ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        for prompt, chosen in zip(prompts, _params_of_each(params, len(prompts)), strict=True):
+            ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt))
             seed = chosen.seed if chosen.seed is not None else fresh_seed()
             for index in range(chosen.n):
                 self._count += 1
@@ -176,26 +183,64 @@ class LLM:
         waiting = list(pending)
         unfinished = set(pending)
         room = self.engine.config.max_waiting_requests
+        mailbox: list[StepOutput] = []
+        self._mailboxes.update(dict.fromkeys(pending, mailbox))
         try:
             while unfinished:
                 while waiting and self.engine.scheduler.num_waiting < room:
                     self.engine.add(pending[waiting.pop(0)].request)
-                for output in self.engine.step():
+                if not mailbox:
+                    self._deliver(self.engine.step())
+                outputs = mailbox.copy()
+                mailbox.clear()
+                for output in outputs:
                     if output.finish is not None:
                         unfinished.discard(output.request_id)
-                    if output.request_id in pending:
-                        yield output
+                    yield output
         finally:
+            for request_id in pending:
+                del self._mailboxes[request_id]
             for request_id in unfinished:
                 self.engine.abort(request_id)
-            if unfinished:
-                self.engine.step()
+            self._deliver(self.engine.take_ended())
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        """A step serves every open stream: each finds its outputs when it is read next."""
+        for output in outputs:
+            if output.request_id in self._mailboxes:
+                self._mailboxes[output.request_id].append(output)
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt (text or a flat list of ids) or several."""
+def _params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    each = list(params)
+    for chosen in each:
+        if not isinstance(chosen, SamplingParams):
+            raise RequestError("params", f"must be SamplingParams, one for all or one per prompt, got {chosen!r}")
+    if len(each) != count:
+        raise RequestError("params", f"{len(each)} given for {count} prompts")
+    return each
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
+    """One prompt (text or a flat list of ids) or several. Arrays and tensors of ids are taken as lists."""
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    try:
+        items = [_plain(item) for item in _plain(prompts)]
+    except TypeError:
+        raise RequestError("prompts", f"must be text, token ids or a list of these, got {prompts!r}") from None
+    return [items] if items and isinstance(items[0], int) else items
+
+
+def _plain(value: Any) -> Any:
+    """Lists and integers for numpy arrays and tensors; other things as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        return [operator.index(token_id) for token_id in _plain(prompt)]
+    except TypeError:
+        raise RequestError("prompt", f"must be text or token ids (integers), got {prompt!r:.80}") from None

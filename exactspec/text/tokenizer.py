@@ -33,7 +33,11 @@ class Tokenizer:
         self._style = _byte_style(hf.backend_tokenizer.decoder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        """Token ids. Raises RequestError for half a surrogate pair, which is no character."""
+        try:
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        except TypeError:
+            raise RequestError("prompt", f"is no text: {text!r:.80}") from None
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True

@@ -63,8 +63,4 @@ def toy_llm(loaded: LoadedTarget, draft: str | None, acceptance: str = "coupled"
     target = TargetModel(TorchBackend("cpu"), loaded)
     drafter = make_drafter(draft, target, num_slots=NUM_PAGES * PAGE_SIZE, gamma=None, backend=target.backend)
     config = EngineConfig("toy", draft=draft, acceptance=acceptance, page_size=PAGE_SIZE, prefill_chunk=64)
-    llm = LLM.__new__(LLM)
-    llm.engine = Engine(config, target, drafter, NUM_PAGES, VerifyAll(acceptance))
-    llm.tokenizer = target.tokenizer
-    llm._count = 0
-    return llm
+    return LLM.around(Engine(config, target, drafter, NUM_PAGES, VerifyAll(acceptance)))
