@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections import OrderedDict
@@ -13,11 +12,15 @@ from typing import Any, Protocol
 
 from exactspec.errors import ConfigError, RequestError
 from exactspec.grammar.owner import MaskOwner
+from exactspec.grammar.schema import check_schema
 from exactspec.types import SamplingParams
 
 KINDS = ("json_schema", "regex", "ebnf")
 MAX_CHARS = {"json_schema": 65_536, "regex": 16_384, "ebnf": 65_536}
-MAX_SCHEMA_DEPTH = 64  # compile time grows with the cube of the nesting
+# The compiler writes strings with a least or greatest length in these characters: raw control characters, which no JSON
+# string may hold, are among them, and escapes are not.
+_LOOSE_CHARACTER = '[^\\"\\\\\\r\\n]'
+_CHARACTER = '([^\\0-\\x1f\\"\\\\] | ("\\\\" basic_escape))'
 _CHECK_FAILED = re.compile(r"Check failed: \([^)]*\)+ is false:\s*")
 
 
@@ -44,7 +47,7 @@ def check_grammar(params: SamplingParams) -> None:
     if len(text) > MAX_CHARS[kind]:
         raise RequestError(kind, f"has {len(text)} characters; at most {MAX_CHARS[kind]} are allowed")
     if kind == "json_schema":
-        _check_schema(text)
+        check_schema(text)
 
 
 def _source(params: SamplingParams) -> tuple[str, str] | None:
@@ -54,31 +57,6 @@ def _source(params: SamplingParams) -> tuple[str, str] | None:
         if text:
             return kind, text
     return None
-
-
-def _check_schema(text: str) -> None:
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError("json_schema", f"is not JSON: {error}") from None
-    if not isinstance(schema, dict | bool):
-        raise RequestError("json_schema", f"must be a JSON object, got {type(schema).__name__}")
-    level: list[Any] = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        below = [item for node in level for item in _children(node)]
-        if not below:
-            return
-        level = below
-    raise RequestError("json_schema", f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-
-
-def _children(node: Any) -> Iterable[Any]:
-    if isinstance(node, dict):
-        reference = node.get("$ref")
-        if isinstance(reference, str) and not reference.startswith("#"):
-            raise RequestError("json_schema", f"$ref {reference!r} points outside the schema: not supported")
-        return node.values()
-    return node if isinstance(node, list) else ()
 
 
 class GrammarCompiler:
@@ -169,7 +147,7 @@ class GrammarCompiler:
         compiler = self._xgrammar()
         try:
             if kind == "json_schema":
-                grammar = compiler.compile_json_schema(text, any_whitespace=True)
+                grammar = _compile_schema(compiler, text)
             elif kind == "regex":
                 grammar = compiler.compile_regex(_anchored(text))
             else:
@@ -204,6 +182,15 @@ class GrammarCompiler:
             stop_token_ids=sorted(i for i in self._eos_ids if i < self._vocab_size),
         )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def _compile_schema(compiler: Any, text: str) -> Any:
+    if "Length" not in text:
+        return compiler.compile_json_schema(text, any_whitespace=True)
+    import xgrammar
+
+    written = str(xgrammar.Grammar.from_json_schema(text, any_whitespace=True))
+    return compiler.compile_grammar(written.replace(_LOOSE_CHARACTER, _CHARACTER))
 
 
 def _anchored(pattern: str) -> str:

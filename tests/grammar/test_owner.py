@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,73 @@ def walk(mask_owner: MaskOwner, text: str) -> bool:
 )
 def test_json_schema_honours_what_it_says(text: str, valid: bool) -> None:
     assert walk(owner(json_schema=json.dumps(SCHEMA)), text) is valid
+
+
+@pytest.mark.parametrize("schema", [{"maxLength": 4}, {"minLength": 2}, {"minLength": 2, "maxLength": 4}], ids=str)
+def test_strings_of_a_given_length_are_json_strings(schema: dict[str, int]) -> None:
+    """Escapes count as the one character they stand for; raw control characters never come."""
+    inside = ["ab", "é€😀", r"\t\n", r"\"\\", r"a\u00e9", "a]}", "abcd"]
+    for text in inside:
+        assert walk(owner(json_schema=json.dumps({"type": "string"} | schema)), f'"{text}"'), text
+    for text in ["a\tb", "a\x01b", "a\x1fb", "a\nb", 'a"b', "a\\", *["abcde"] * ("maxLength" in schema)]:
+        assert not walk(owner(json_schema=json.dumps({"type": "string"} | schema)), f'"{text}"'), text
+    nested = {"type": "object", "propertyNames": {"maxLength": 2}, "additionalProperties": {"type": "string"} | schema}
+    assert walk(owner(json_schema=json.dumps(nested)), r'{"\t": "a\"b"}')
+    assert not walk(owner(json_schema=json.dumps(nested)), '{"\t": "ab"}')
+    for one in ({"maxLength": 1}, {"minLength": 1, "maxLength": 1}):
+        assert walk(owner(json_schema=json.dumps({"type": "string"} | one)), r'"\n"')
+        assert not walk(owner(json_schema=json.dumps({"type": "string"} | one)), '"\t"')
+
+
+KEPT: list[dict[str, Any]] = [
+    {"$defs": {"x": {"type": "integer"}}, "$ref": "#/$defs/x", "description": "a number", "default": 3},
+    {"type": "string", "enum": ["a", "b"], "title": "x"}, {"type": ["string", "null"], "enum": ["a", None]},
+    {"type": "number", "const": 3}, {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+    {"type": "number", "anyOf": [{"type": "integer"}, {"type": "number", "minimum": 2}]},
+    {"allOf": [{"type": "integer"}]}, {"type": "integer", "multipleOf": 3}, {"type": "array", "uniqueItems": False},
+    {"type": "object", "properties": {"not": {"type": "integer"}, "$ref": {"type": "null"}}, "required": ["not"]},
+    {"properties": {"a": {"type": "string"}}, "required": ["a"], "minProperties": 1}, {"format": "odd", "x-note": 1},
+    {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {"type": "boolean"}}, "discriminator": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", KEPT, ids=str)
+def test_annotations_and_properties_of_any_name_are_free(schema: dict[str, Any]) -> None:
+    assert owner(json_schema=json.dumps(schema)).can_start
+
+
+DROPPED: list[tuple[str, dict[str, Any]]] = [
+    ("allOf", {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}), ("not", {"not": {"type": "integer"}}),
+    ("if", {"if": {"type": "integer"}, "then": {"minimum": 5}}),
+    ("uniqueItems", {"type": "array", "uniqueItems": True}),
+    ("contains", {"type": "array", "contains": {"const": 5}}), ("multipleOf", {"type": "number", "multipleOf": 0.5}),
+    ("minimum", {"minimum": 3}), ("maxLength", {"maxLength": 2}), ("required", {"required": ["a"]}),
+    ("required", {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["z"]}),
+    ("properties", {"type": "object", "properties": {"a": {"type": "null"}}, "anyOf": [{"required": ["a"]}]}),
+    ("type", {"type": "integer", "anyOf": [{"minimum": 3}]}), ("oneOf", {"anyOf": [{}], "oneOf": [{"type": "null"}]}),
+    ("minimum", {"$defs": {"x": {"type": "integer"}}, "$ref": "#/$defs/x", "minimum": 3}),
+    ("minimum", {"enum": [1, 2, 3], "minimum": 2}), ("type", {"type": "integer", "enum": [1, "a"]}),
+    ("maxLength", {"type": "string", "pattern": "^[ab]*$", "maxLength": 2}), ("anyOf", {"anyOf": []}),
+    ("minLength", {"type": "string", "format": "uri", "minLength": 3}),
+    ("patternProperties", {"type": "object", "properties": {"ab": {}}, "patternProperties": {"b": {"type": "null"}}}),
+    ("propertyNames", {"type": "object", "patternProperties": {"a": {}}, "propertyNames": {"pattern": "b"}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "schema"), DROPPED, ids=str)
+def test_what_the_compiler_would_drop_is_refused_by_place_and_name(word: str, schema: dict[str, Any]) -> None:
+    """Served, each of these would give outputs that break its schema."""
+    inside = {"type": "object", "properties": {"p": {"type": "array", "items": {"$ref": "#/$defs/deep/~1/q"}}}}
+    for whole, place in (
+        (schema, "#"),
+        ({"type": "array", "prefixItems": [{}, schema]} | {"$defs": schema.get("$defs", {})}, "#/prefixItems/1"),
+        (inside | {"$defs": {**schema.get("$defs", {}), "deep": {"/": {"q": schema}}}}, "#/$defs/deep/~1/q"),
+    ):
+        with pytest.raises(RequestError, match=f"^json_schema: {word} at {re.escape(place)} ") as caught:
+            check_grammar(SamplingParams(json_schema=json.dumps(whole)))
+        assert caught.value.field == "json_schema"
+    unused = {"type": "integer", "$defs": {**schema.get("$defs", {}), "unused": schema}}
+    check_grammar(SamplingParams(json_schema=json.dumps(unused)))
 
 
 def test_any_json_object() -> None:
