@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from exactspec.server.engine_client import EngineClient
 from exactspec.server.errors import ApiError
@@ -22,6 +23,7 @@ from exactspec.server.metrics import Metrics
 from exactspec.server.options import ServeOptions
 
 T = TypeVar("T")
+GONE = 499  # never sent: there is nobody to read it
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
 
@@ -86,24 +88,51 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 
 def sse(content: Any) -> bytes:
-    return b"data: " + _json.encode(content) + b"\n\n"
+    """An event. U+0085, U+2028 and U+2029 are escaped: clients that cut decoded text into lines cut there as well."""
+    data = _json.encode(content)
+    if not data.isascii():
+        data = (
+            data.replace(b"\xc2\x85", b"\\u0085")
+            .replace(b"\xe2\x80\xa8", b"\\u2028")
+            .replace(b"\xe2\x80\xa9", b"\\u2029")
+        )
+    return b"data: " + data + b"\n\n"
 
 
-def event_stream(events: AsyncIterator[bytes]) -> Response:
-    return StreamingResponse(
-        events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    )
+class EventStream(Response):
+    """Server-sent events as they come. When the client disconnects, `events` is closed."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self.events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await unless_gone(receive, self._pump(send))
+        except ApiError as error:
+            if error.status != GONE:
+                raise
+
+    async def _pump(self, send: Send) -> None:
+        async with contextlib.aclosing(self.events) as events:
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work`; cancels it when the client disconnects."""
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work`; cancels it when the client disconnects (ApiError 499)."""
     task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(request))
+    watcher = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ApiError(499, "the client has gone")
+        raise ApiError(GONE, "the client has gone")
     finally:
         for pending in (task, watcher):
             if not pending.done():
@@ -112,6 +141,6 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
                     await pending
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass

@@ -166,6 +166,15 @@ def test_a_stream_says_what_the_answer_says(server: Running, stop: str | None) -
         assert stop not in whole["text"]
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_no_character_of_the_text_cuts_an_event_in_two(server: Running, path: str) -> None:
+    """Many clients split the decoded stream with str.splitlines, which knows more line ends than the protocol."""
+    text = "a\x0b\x0c\r\n\x1c\x1d\x1e\x85\u2028\u2029b"
+    prompt = {"text": "SAY:" + text} if path == "/generate" else {"prompt": "SAY:" + text, "max_tokens": 99}
+    pieces = events(server, prompt | {"incremental_stream": True}, path)
+    assert "".join(piece.get("text") or piece.get("choices", [{}])[0].get("text", "") for piece in pieces) == text
+
+
 def test_streams_of_several_answers_carry_their_index(server: Running) -> None:
     pieces = events(server, {"text": ["SAY:first", "SAY:second"], "sampling_params": {"n": 2}})
     last = {piece["index"]: piece["text"] for piece in pieces}
