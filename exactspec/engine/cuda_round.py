@@ -1,10 +1,11 @@
 """Rounds on a CUDA device: the decode round as two graphs (draft, verify), with one read-back; the same bits as eager.
 
 A round of plain requests (no penalties, bias, filters or grammar) runs in buckets of requests: the host sends a message
-of a few numbers per request, the draft graph makes the block, the verify graph runs the target over anchor and drafts,
-feeds the drafter, draws every row, accepts, and scores the rows that are emitted. What the next round needs of it stays
-on the device (backend/cuda/seats.py), so that one can be launched behind it unread. Everything else, and prefill
-chunks, takes the ordinary path, whose forward replays a graph bucketed by rows.
+of a few numbers per request, the draft graph makes the block, the verify graph runs the target over anchors and drafts,
+feeds the drafter, draws every row, accepts, and scores the rows that are emitted. How many drafts are verified in all,
+the policy says before they exist; which, the device decides (backend/cuda/share.py). What the next round needs stays on
+the device (backend/cuda/seats.py), so that one can be launched behind it unread. Everything else, and prefill chunks,
+takes the ordinary path, whose forward replays a graph bucketed by rows.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import Tensor
 from exactspec.backend.base import KVPool
 from exactspec.backend.cuda import sampling
 from exactspec.backend.cuda.backend import CudaBackend
-from exactspec.backend.cuda.decode import RoundInputs, draw_step, round_rows
+from exactspec.backend.cuda.decode import RoundInputs, draft_rows, draw_step
 from exactspec.backend.cuda.graphs import ForwardGraphs, GraphCache, Graphs, Replay
 from exactspec.backend.cuda.linear import CudaLinear
-from exactspec.backend.cuda.seats import judge, take_seats
+from exactspec.backend.cuda.seats import DRAFTS, Column, judge, take_seats
+from exactspec.backend.cuda.share import share_places, verify_rows
 from exactspec.backend.cuda.stack import CudaStack
 from exactspec.draft.base import Drafter
 from exactspec.draft.block import BlockDrafter
@@ -33,11 +35,12 @@ from exactspec.engine.cuda_stage import (
     RoundShape,
     RoundStage,
     Slot,
+    draft_levels,
     request_bucket,
     scores_on_device,
 )
 from exactspec.engine.round import Flight, RoundResult, RoundRunner, wants_draw
-from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyPolicy
+from exactspec.engine.verify_policy import AcceptByDecree, VerifyPolicy
 from exactspec.logprobs.processor import pack_scores, unpack_scores
 from exactspec.model.target import TargetModel
 from exactspec.sampling.adjust import AdjustedRows
@@ -61,12 +64,6 @@ def is_plain(request: RunningRequest) -> bool:
     )
 
 
-def verifies_all(policy: VerifyPolicy) -> bool:
-    """Every draft is verified and acceptance reads the drawn tokens alone."""
-    inner = policy.policy if isinstance(policy, AcceptByDecree) else policy
-    return isinstance(inner, VerifyAll) and not inner.needs_draft_probs
-
-
 @dataclass(slots=True)
 class _Part:
     """One forward's share of a step."""
@@ -75,7 +72,7 @@ class _Part:
     hidden: Tensor  # [T, H]
     logits: Tensor | None = None
     token_ids: Tensor | None = None  # [N] drawn
-    groups: list[RowGroup] = field(default_factory=list)  # cover all N rows; none: gamma + 1 rows for each block
+    groups: list[RowGroup] = field(default_factory=list)  # cover all N rows; none: a row for each block and draft
     sampled_blocks: list[Block] = field(default_factory=list)
     first_logit_row: list[int] = field(default_factory=list)
     accepted: list[AcceptResult] = field(default_factory=list)
@@ -90,7 +87,12 @@ class _CudaFlight:
     requests: list[RunningRequest]
     slot: Slot
     shape: RoundShape
+    places: int  # drafts verified in all, at most
     outputs: tuple[Tensor, Tensor, Tensor]  # hidden, logits, token ids
+
+    @property
+    def num_rows(self) -> int:
+        return self.shape.bucket + self.places
 
     def read(self, live: Set[RunningRequest]) -> RoundResult:
         """Without rows of logits: they may be another round's by now, and nobody wants them (`can_launch`)."""
@@ -105,6 +107,8 @@ class CudaRoundRunner(RoundRunner):
 
     Building one runs the backend's self-check on the target's weights: DeviceError if two tiles of a shape disagree.
     """
+
+    postpones = False  # a captured draft reads the draft's K/V alone
 
     def __init__(
         self,
@@ -127,8 +131,8 @@ class CudaRoundRunner(RoundRunner):
             target, pool, drafter.capture_layers, page_size, self.most_requests + 8, pages, self.device, self.graphs
         )
         self.stage = RoundStage(request_bucket(self.most_requests), pages, drafter.gamma, self.device)
-        self._plain_policy = verifies_all(policy)
-        self._drafts_on_device = isinstance(drafter, BlockDrafter) or not drafter.gamma
+        self._by_block = isinstance(drafter, BlockDrafter)
+        self._drafts_on_device = self._by_block or not drafter.gamma
         self._simulated = policy.simulated if isinstance(policy, AcceptByDecree) else None
         self._wants_confidence = policy.reads_confidence and getattr(drafter, "_confidence_head", None) is not None
 
@@ -136,7 +140,7 @@ class CudaRoundRunner(RoundRunner):
     def run(self, plan: StepPlan) -> RoundResult:
         if not self._fits(plan):
             return super().run(plan)
-        flight = self._launch_drafted(plan.decodes)
+        flight = self._launch_decodes(plan.decodes, carried=False)
         prefills = [self._prefill(plan)] if plan.prefills else []  # launched behind, before anything is read
         return self._join([self.landed(flight, set(plan.decodes)), *prefills])
 
@@ -150,20 +154,21 @@ class CudaRoundRunner(RoundRunner):
 
     @torch.no_grad()
     def launch(self, decodes: list[RunningRequest], behind: Flight | None = None) -> Flight:
-        return self._launch(decodes, behind is not None)
+        return self._launch_decodes(decodes, carried=behind is not None)
 
     def capture(self, num_requests: Sequence[int] = (1,), sampled: bool = False) -> None:
         """Captures the decode graphs of these request counts ahead of time (they are captured at first use anyway)."""
-        for count in num_requests:
-            self._draft_graph(request_bucket(count), sampled)
-            self._verify_graph(request_bucket(count), sampled, None)
+        for bucket in map(request_bucket, num_requests):
+            if self._by_block:
+                self._draft_graph(bucket, sampled)
+            self._verify_graph(bucket, sampled, None, draft_levels(bucket, self.drafter.gamma)[-1])
 
     # ---- which way ----------------------------------------------------------------------------------
 
     def _fits(self, plan: StepPlan) -> bool:
-        if not (plan.decodes and self._plain_policy and self._has_room(plan.decodes)):
+        if not plan.decodes or self.policy.needs_draft_probs or not self._has_room(plan.decodes):
             return False
-        return self.policy.wants_drafts(plan) and all(is_plain(chunk.request) for chunk in plan.prefills)
+        return all(is_plain(chunk.request) for chunk in plan.prefills)
 
     def _has_room(self, decodes: Sequence[RunningRequest]) -> bool:
         """There is a captured round for these requests."""
@@ -175,7 +180,7 @@ class CudaRoundRunner(RoundRunner):
 
     def _propose(self, decodes: Sequence[RunningRequest]) -> Proposal:
         """By the draft graph where nothing but logits, temperature and noise decide the drafts."""
-        by_graph = isinstance(self.drafter, BlockDrafter) and not self.policy.needs_draft_probs
+        by_graph = self._by_block and not self.policy.needs_draft_probs
         if not by_graph or not self._has_room(decodes):
             return super()._propose(decodes)
         requests, count = list(decodes), len(decodes)
@@ -213,24 +218,38 @@ class CudaRoundRunner(RoundRunner):
 
     # ---- the captured decode round -------------------------------------------------------------------
 
-    def _launch_drafted(self, decodes: list[RunningRequest]) -> _CudaFlight:
-        """A round whose drafts may come from the host."""
-        if self._drafts_on_device:
-            return self._launch(decodes, carried=False)
-        proposal = self._propose(decodes)
-        self.stage.drafts[: len(decodes)].copy_(proposal.token_ids)
-        return self._launch(decodes, carried=False, lengths=proposal.lengths)
+    def _launch_decodes(self, decodes: list[RunningRequest], carried: bool) -> _CudaFlight:
+        """A round with as many drafts as the policy wants. Prefill chunks of the step are a forward of their own."""
+        bucket = request_bucket(len(decodes))
+        levels = draft_levels(bucket, self.drafter.gamma)
+        places = self.policy.drafts_ahead(StepPlan(decodes=decodes), bucket, levels)
+        lengths: list[int] | None = None
+        if places and not self._by_block:  # the drafts come from the host
+            proposal = self._propose(decodes)
+            self.stage.drafts[: len(decodes)].copy_(proposal.token_ids)
+            lengths = proposal.lengths
+        return self._launch(decodes, carried, places, lengths)
 
-    def _launch(self, decodes: list[RunningRequest], carried: bool, lengths: list[int] | None = None) -> _CudaFlight:
+    def _launch(
+        self, decodes: list[RunningRequest], carried: bool, places: int, lengths: list[int] | None
+    ) -> _CudaFlight:
         shape = self.stage.seat(decodes)
-        verify = self._verify_graph(shape.bucket, shape.sampled, shape.top)
-        draft = self._draft_graph(shape.bucket, shape.sampled) if isinstance(self.drafter, BlockDrafter) else None
+        verify = self._verify_graph(shape.bucket, shape.sampled, shape.top, places)
+        draft = self._draft_graph(shape.bucket, shape.sampled) if places and self._by_block else None
         slot = self.stage.send(decodes, carried, lengths, self._decrees(decodes, carried))
+        timed = self.policy.learns
+        if timed:
+            slot.mark()
         if draft is not None:
             draft.replay()
+        if timed:
+            slot.mark()
         outputs = verify.replay()
-        self.stage.fetch(slot, shape)
-        return _CudaFlight(self, decodes, slot, shape, outputs)
+        if timed:
+            slot.mark()
+        flight = _CudaFlight(self, decodes, slot, shape, places, outputs)
+        self.stage.fetch(slot, shape, flight.num_rows)
+        return flight
 
     def _decrees(self, decodes: list[RunningRequest], carried: bool) -> int | list[int]:
         """Accepted drafts by decree; -1 where draws decide. A carried round is one further than its request knows."""
@@ -242,35 +261,55 @@ class CudaRoundRunner(RoundRunner):
     def landed(self, flight: _CudaFlight, live: Set[RunningRequest]) -> _Part:
         """What the read-back means for the requests that are still there: the host only cuts and counts."""
         gamma, requests = self.drafter.gamma, flight.requests
-        tokens, scores = self.stage.read(flight.slot, flight.shape)
+        results, scores = self.stage.read(flight.slot, flight.shape, flight.num_rows)
+        rows: list[list[int]] = results[: len(requests)].tolist()
+        num_rows = rows[-1][Column.FIRST_ROW] + rows[-1][Column.VERIFIED] + 1
         hidden, logits, token_ids = flight.outputs
-        num_rows = len(requests) * (gamma + 1)
         part = _Part([], hidden[:num_rows], logits[:num_rows], token_ids[:num_rows])
-        rows: list[list[int]] = tokens[: len(requests)].tolist()
-        for number, (request, row) in enumerate(zip(requests, rows, strict=True)):
+        wanted: list[int | None] = []
+        for request, row, top in zip(requests, rows, flight.shape.wanted, strict=True):
             if request not in live:
                 continue
-            count, length, first = row[0], row[1], number * (gamma + 1)
-            row[1] = request.token_ids[-1]
-            drafts, rows_of_block = row[2 : length + 2], row[1 : length + 2]
-            part.blocks.append(Block(request, request.kv_len, rows_of_block, length + 1, drafts, length, False, first))
+            count, length, proposed, first = row[:DRAFTS]
+            row[DRAFTS - 1] = request.token_ids[-1]
+            drafts, rows_of_block = row[DRAFTS : DRAFTS + length], row[DRAFTS - 1 : DRAFTS + length]
+            drafted = proposed if flight.places else 0
+            part.blocks.append(Block(request, request.kv_len, rows_of_block, length + 1, drafts, drafted, False, first))
             part.first_logit_row.append(first)
-            emitted = row[gamma + 2 : gamma + count + 3]
+            emitted = row[DRAFTS + gamma : DRAFTS + gamma + count + 1]
             part.accepted.append(AcceptResult(count, emitted, outcome_sources(count, length)))
+            wanted.append(top)
         part.sampled_blocks = part.blocks
-        part.scored = _entries(part, scores, flight.shape.wanted, gamma + 1)
+        part.scored = _entries(part, scores, wanted)
+        if self.policy.learns:
+            self._teach(flight, results[: len(requests)])
         return part
+
+    def _teach(self, flight: _CudaFlight, results: np.ndarray) -> None:
+        """Tells the policy what came of the round, and what it took."""
+        gamma, count = self.drafter.gamma, len(flight.requests)
+        if flight.places:
+            survival = None
+            if self._wants_confidence:
+                bits = results[:, DRAFTS + 2 * gamma + 1 :].astype(np.int32)
+                survival = bits.view(np.float32).astype(np.float64)
+            verified, accepted = results[:, Column.VERIFIED].tolist(), results[:, Column.ACCEPTED].tolist()
+            self.policy.note_round(survival, verified, accepted)
+        took = flight.slot.part_seconds()
+        if took is not None:
+            self.policy.note_times(flight.num_rows, took[1], count if flight.places else 0, took[0])
 
     def _draft_graph(self, bucket: int, sampled: bool) -> Replay:
         return self.graphs.get("draft", (bucket, sampled), lambda: self._draft(bucket, sampled))
 
-    def _verify_graph(self, bucket: int, sampled: bool, top: int | None) -> Replay:
-        return self.graphs.get("verify", (bucket, sampled, top), lambda: self._verify(bucket, sampled, top))
+    def _verify_graph(self, bucket: int, sampled: bool, top: int | None, places: int) -> Replay:
+        key = (bucket, sampled, top, places)
+        return self.graphs.get("verify", key, lambda: self._verify(bucket, sampled, top, places))
 
     def _draft(self, bucket: int, sampled: bool) -> None:
         drafter = cast(BlockDrafter, self.drafter)
         inputs, gamma = self._inputs(bucket, first=True), drafter.gamma
-        rows = round_rows(inputs, drafter.num_rows, self.page_size, False, drafter.config.mask_token_id)
+        rows = draft_rows(inputs, drafter.num_rows, self.page_size, drafter.config.mask_token_id)
         out, _ = drafter.stack.forward(drafter._embed(rows.batch.token_ids), rows.batch, drafter.pool)
         out = out.view(bucket, drafter.num_rows, -1)[:, drafter.num_rows - gamma :]
         hidden = drafter.backend.rms_norm(out.reshape(bucket * gamma, -1), drafter._norm, drafter.config.rms_eps)
@@ -279,8 +318,10 @@ class CudaRoundRunner(RoundRunner):
         hidden = hidden.view(bucket, gamma, -1)
         self._draw_block(drafter, base, hidden, inputs, noise)
         if self._wants_confidence:
-            confidence = drafter._confidence(hidden, inputs.anchors, self.stage.drafts[:bucket], inputs.temperatures)
-            self.stage.confidence[:bucket] = cast(Tensor, confidence)
+            drafts, temperatures = self.stage.drafts[:bucket], inputs.temperatures
+            confidence = cast(Tensor, drafter._confidence(hidden, inputs.anchors, drafts, temperatures)).float()
+            self.stage.confidence[:bucket] = confidence
+            self.stage.survival[:bucket] = confidence.nan_to_num(0.0).clamp(0.0, 1.0).cumprod(1)
 
     def _draw_block(
         self,
@@ -309,23 +350,25 @@ class CudaRoundRunner(RoundRunner):
             latent, state = head.step(previous, hidden[:, k], state)
             draw_step(base[:, k], latent, w2, w1, k, drafts[:, k], previous, noise, stream, valid)
 
-    def _verify(self, bucket: int, sampled: bool, top: int | None) -> tuple[Tensor, Tensor, Tensor]:
-        gamma, stage = self.drafter.gamma, self.stage
-        inputs = self._inputs(bucket, first=not isinstance(self.drafter, BlockDrafter))
-        rows = round_rows(inputs, gamma + 1, self.page_size, True, None)
-        drafts = stage.drafts[:bucket]
-        rows.batch.token_ids.view(bucket, gamma + 1)[:, 1:] = drafts
+    def _verify(self, bucket: int, sampled: bool, top: int | None, places: int) -> tuple[Tensor, Tensor, Tensor]:
+        stage, num_rows = self.stage, bucket + places
+        inputs = self._inputs(bucket, first=not (places and self._by_block))
+        drafts, survival = stage.drafts[:bucket], stage.survival[:bucket]
+        lens = share_places(stage.message, inputs, survival, places)
+        rows = verify_rows(inputs, lens, drafts, num_rows, self.page_size)
         hidden, captured = self.target.forward(rows.batch, self.pool, self.drafter.capture_layers)
         self.drafter.observe(rows.batch, captured)
         logits = self.target.logits(hidden)
         temperatures = rows.temperatures if sampled else None
         stream, valid = int(NoiseStream.TARGET), self.sampler.valid_vocab
         token_ids, _, _ = sampling.draw(logits, temperatures, rows.seeds, rows.output_positions, stream, valid)
-        results = stage.tokens(bucket)
-        scored = judge(stage.message, inputs, stage.seats, drafts, token_ids, results, score=top is not None)
+        results, q_start = stage.results(bucket), rows.batch.q_start
+        scored = judge(
+            stage.message, inputs, stage.seats, drafts, survival, lens, q_start, token_ids, results, top is not None
+        )
         if top is not None and scored is not None:
             emitted, divisors = scored
-            packed = stage.scores(bucket, top)
+            packed = stage.scores(bucket, num_rows, top)
             pack_scores(logits, emitted, top, valid, self.sampler.ops, divisors, packed)
         return hidden, logits, token_ids
 
@@ -370,12 +413,10 @@ class CudaRoundRunner(RoundRunner):
         drawn = [part for part in parts if part.logits is not None]
         logits = [part.logits for part in drawn if part.logits is not None]
         token_ids = [part.token_ids for part in drawn if part.token_ids is not None]
-        # the rows of a plain request do not depend on the drafts, only their number counts here
-        no_drafts = [0] * self.drafter.gamma
         groups = [
             group
             for part in drawn
-            for group in part.groups or [RowGroup(b.request, b.request.num_output, no_drafts) for b in part.blocks]
+            for group in part.groups or [RowGroup(b.request, b.request.num_output, b.drafts) for b in part.blocks]
         ]
         adjusted = AdjustedRows(logits[0] if len(logits) == 1 else torch.cat(logits))
         result = SampleResult(adjusted, groups, self.sampler.valid_vocab, self.sampler.backend)
@@ -394,10 +435,8 @@ def _reads_logits(block: Block, entries: list[TokenLogprob] | None) -> bool:
     return request.request.sampling_mask is not None or (entries is None and request.params.logprobs is not None)
 
 
-def _entries(
-    part: _Part, scores: np.ndarray | None, wanted: list[int | None], rows_each: int
-) -> list[list[TokenLogprob] | None]:
-    """Logprob entries of what each block emits, where the device has scored it."""
+def _entries(part: _Part, scores: np.ndarray | None, wanted: list[int | None]) -> list[list[TokenLogprob] | None]:
+    """Logprob entries of what each block emits, where the device has scored it. wanted: alternatives, by block."""
     scored: list[list[TokenLogprob] | None] = [None] * len(part.blocks)
     if scores is None:
         return scored
@@ -405,8 +444,7 @@ def _entries(
     tokens: list[int] = []
     counts: list[int] = []
     asked: list[tuple[int, int]] = []  # block, its end among the rows
-    for number, (first, accepted) in enumerate(zip(part.first_logit_row, part.accepted, strict=True)):
-        top = wanted[first // rows_each]
+    for number, (first, accepted, top) in enumerate(zip(part.first_logit_row, part.accepted, wanted, strict=True)):
         if top is not None:
             emitted = accepted.tokens
             rows.extend(range(first, first + len(emitted)))

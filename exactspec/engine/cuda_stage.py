@@ -6,25 +6,36 @@ the one before it is still running; a buffer is used again only when the round t
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
+from functools import cache
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from exactspec.backend.cuda.decode import RoundInputs
-from exactspec.backend.cuda.seats import NUM_FIELDS, Field, make_seats
+from exactspec.backend.cuda.seats import NUM_FIELDS, Field, make_seats, num_columns
 from exactspec.logprobs.processor import output_plan
 from exactspec.types import RunningRequest
 
 REQUEST_BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 TOP_BUCKETS = (0, 5, 20)  # alternatives per row that a captured round can score
 ROUNDS_AT_ONCE = 2
+PARTS = 2  # of a round that are timed: draft, verify
+LEVELS = 4  # captured numbers of drafts above none: each is a graph
 
 
 def request_bucket(count: int) -> int:
     return next(bucket for bucket in REQUEST_BUCKETS if count <= bucket)
+
+
+@cache
+def draft_levels(bucket: int, gamma: int) -> tuple[int, ...]:
+    """The numbers of drafts, in all, that a captured round of a bucket can verify: none to all, in rising order."""
+    return tuple(sorted({bucket * round(gamma * part / LEVELS) for part in range(LEVELS + 1)}))
 
 
 def scores_on_device(request: RunningRequest) -> bool:
@@ -43,7 +54,10 @@ def divisor(request: RunningRequest) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RoundShape:
-    """What a round's graphs depend on, and how many alternatives each row's request wants (None: no scores)."""
+    """What a round's graphs depend on, and how many alternatives each request wants (None: no scores).
+
+    The graphs of a round depend on one thing more: how many drafts are verified (`draft_levels`).
+    """
 
     bucket: int
     sampled: bool  # somebody is not greedy
@@ -59,13 +73,32 @@ class _Seat:
 
 
 class Slot:
-    """The host's buffers of one round, and the event that says they are done with."""
+    """The host's buffers of one round, the event that says they are done with, and marks between its parts."""
 
     def __init__(self, most: int, num_results: int, is_cuda: bool) -> None:
         self.message = torch.zeros((NUM_FIELDS, most), dtype=torch.int64, pin_memory=is_cuda)
         self.results = torch.zeros(num_results, dtype=torch.int64, pin_memory=is_cuda)
         self.rows, self.numbers = self.message.numpy(), self.results.numpy()
         self.done = torch.cuda.Event() if is_cuda else None
+        self.marks: list[torch.cuda.Event | float] = []
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(PARTS + 1)] if is_cuda else []
+
+    def mark(self) -> None:
+        """The next part of the round begins, or the last one ends."""
+        if not self._events:
+            self.marks.append(time.perf_counter())
+            return
+        event = self._events[len(self.marks)]
+        event.record()
+        self.marks.append(event)
+
+    def part_seconds(self) -> list[float] | None:
+        """What each part took on the device, once the round has ended; None if nobody marked them."""
+        if len(self.marks) <= PARTS:
+            return None
+        if not self._events:
+            return [end - start for start, end in itertools.pairwise(cast("list[float]", self.marks))]
+        return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(self._events)]
 
     def wait(self) -> None:
         if self.done is not None:
@@ -87,7 +120,9 @@ class RoundStage:
         )  # fmt: skip
         self.message, self.drafts = zeros(NUM_FIELDS, most), zeros(most, gamma)
         self.confidence = zeros(most, gamma, dtype=torch.float32)
-        size = self._size(most, TOP_BUCKETS[-1])
+        # without a confidence head: an earlier draft of one request before a later one of another
+        self.survival = (0.5 ** torch.arange(gamma, device=device)).expand(most, gamma).contiguous()
+        size = self._size(most, most * (gamma + 1), TOP_BUCKETS[-1])
         self._results = zeros(size)
         self._slots = [Slot(most, size, device.type == "cuda") for _ in range(ROUNDS_AT_ONCE)]
         self._shape = RoundShape(1, False, None, [])
@@ -104,20 +139,20 @@ class RoundStage:
 
     # ---- where a round leaves its results ------------------------------------------------------------
 
-    def _size(self, bucket: int, top: int | None) -> int:
-        """int64 numbers of a round's results: what `tokens` holds; then the packed scores."""
-        scores = 0 if top is None else bucket * (self.gamma + 1) * (1 + 2 * top)
-        return bucket * (2 * self.gamma + 3) + (scores + 1) // 2
+    def _size(self, bucket: int, num_rows: int, top: int | None) -> int:
+        """int64 numbers of a round's results: what `results` holds; then the packed scores."""
+        scores = 0 if top is None else num_rows * (1 + 2 * top)
+        return bucket * num_columns(self.gamma) + (scores + 1) // 2
 
-    def tokens(self, bucket: int) -> Tensor:
-        """[bucket, 2G + 3] int64, as `seats.judge` fills it."""
-        width = 2 * self.gamma + 3
+    def results(self, bucket: int) -> Tensor:
+        """[bucket, num_columns(G)] int64, as `seats.judge` fills it."""
+        width = num_columns(self.gamma)
         return self._results[: bucket * width].view(bucket, width)
 
-    def scores(self, bucket: int, top: int) -> Tensor:
-        """[bucket * (G + 1), 1 + 2 * top] int32, as the logprob processor packs it."""
-        first, rows, width = 2 * bucket * (2 * self.gamma + 3), bucket * (self.gamma + 1), 1 + 2 * top
-        return self._results.view(torch.int32)[first : first + rows * width].view(rows, width)
+    def scores(self, bucket: int, num_rows: int, top: int) -> Tensor:
+        """[num_rows, 1 + 2 * top] int32, as the logprob processor packs it."""
+        first, width = 2 * bucket * num_columns(self.gamma), 1 + 2 * top
+        return self._results.view(torch.int32)[first : first + num_rows * width].view(num_rows, width)
 
     # ---- a round's message ----------------------------------------------------------------------------
 
@@ -151,6 +186,7 @@ class RoundStage:
         slot = self._slots.pop(0)
         self._slots.append(slot)
         slot.wait()  # only a round that nobody read can be on its way still
+        slot.marks.clear()
         np.copyto(slot.rows, rows)
         self.message.copy_(slot.message, non_blocking=True)
         return slot
@@ -210,24 +246,23 @@ class RoundStage:
         if slot.done is not None:
             slot.done.record()
 
-    def fetch(self, slot: Slot, shape: RoundShape) -> None:
+    def fetch(self, slot: Slot, shape: RoundShape, num_rows: int) -> None:
         """Starts the one copy of a round's results."""
-        size = self._size(shape.bucket, shape.top)
+        size = self._size(shape.bucket, num_rows, shape.top)
         slot.results[:size].copy_(self._results[:size], non_blocking=True)
         self.sent(slot)
 
-    def read(self, slot: Slot, shape: RoundShape) -> tuple[np.ndarray, np.ndarray | None]:
-        """Waits for a round; its results as `tokens` and `scores` lay them out, valid until two rounds later."""
+    def read(self, slot: Slot, shape: RoundShape, num_rows: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Waits for a round; its results as `results` and `scores` lay them out, valid until two rounds later."""
         start = time.perf_counter()
         slot.wait()
         self.wait_seconds += time.perf_counter() - start
-        bucket, top, width = shape.bucket, shape.top, 2 * self.gamma + 3
-        tokens = slot.numbers[: bucket * width].reshape(bucket, width)
+        bucket, top, width = shape.bucket, shape.top, num_columns(self.gamma)
+        results = slot.numbers[: bucket * width].reshape(bucket, width)
         if top is None:
-            return tokens, None
-        rows = bucket * (self.gamma + 1)
-        scores = slot.numbers.view(np.int32)[2 * bucket * width :][: rows * (1 + 2 * top)]
-        return tokens, scores.reshape(rows, 1 + 2 * top)
+            return results, None
+        scores = slot.numbers.view(np.int32)[2 * bucket * width :][: num_rows * (1 + 2 * top)]
+        return results, scores.reshape(num_rows, 1 + 2 * top)
 
 
 def _bits(values: list[float]) -> np.ndarray:

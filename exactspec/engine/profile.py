@@ -8,6 +8,7 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -56,13 +57,12 @@ def load_or_measure(
     if step is not None and (draft is not None or not drafter.capture_layers):
         return StepCosts(step, draft)
     logger.info("measuring step costs of %s on %s (kept for later starts)", target.name, target.backend.device)
-    bench = _Bench(target, drafter, min(max_requests, DRAFT_REQUESTS[-1]))
+    bench = _make_bench(target, drafter, max_requests)
     if step is None:
-        step = SpsTable.from_measurements(step_key, STEP_ROWS, measure_steps(bench.step, STEP_ROWS, repeats=3))
+        step = SpsTable.from_measurements(step_key, *bench.steps())
         step.save(_path(folder, step_key))
     if drafter.capture_layers:
-        counts = [count for count in DRAFT_REQUESTS if count <= bench.max_requests]
-        draft = SpsTable.from_measurements(draft_key, counts, measure_steps(bench.draft, counts, repeats=3))
+        draft = SpsTable.from_measurements(draft_key, *bench.drafts())
         draft.save(_path(folder, draft_key))
     return StepCosts(step, draft)
 
@@ -71,14 +71,34 @@ def _measure_together(
     target: TargetModel, drafter: Drafter, max_requests: int, step_key: SpsKey, draft_key: SpsKey
 ) -> StepCosts:
     """Ranks measure in step, at every start, and all plan with rank 0's curves: equal plans need equal numbers."""
-    bench, parallel = _Bench(target, drafter, min(max_requests, DRAFT_REQUESTS[-1])), target.backend.parallel
-    seconds = parallel.from_first(measure_steps(bench.step, STEP_ROWS, repeats=3))
-    step = SpsTable.from_measurements(step_key, STEP_ROWS, seconds)
+    bench, parallel = _make_bench(target, drafter, max_requests), target.backend.parallel
+    rows, seconds = bench.steps()
+    step = SpsTable.from_measurements(step_key, rows, parallel.from_first(seconds))
     if not drafter.capture_layers:
         return StepCosts(step, None)
-    counts = [count for count in DRAFT_REQUESTS if count <= bench.max_requests]
-    seconds = parallel.from_first(measure_steps(bench.draft, counts, repeats=3))
-    return StepCosts(step, SpsTable.from_measurements(draft_key, counts, seconds))
+    counts, seconds = bench.drafts()
+    return StepCosts(step, SpsTable.from_measurements(draft_key, counts, parallel.from_first(seconds)))
+
+
+class CostBench(Protocol):
+    """Measures on this device: sizes, and the median seconds of each."""
+
+    def steps(self) -> tuple[list[int], list[float]]:
+        """Target steps by their rows."""
+        ...
+
+    def drafts(self) -> tuple[list[int], list[float]]:
+        """Drafts by the requests they are made for."""
+        ...
+
+
+def _make_bench(target: TargetModel, drafter: Drafter, max_requests: int) -> CostBench:
+    """What is measured is what will be run: steps as they are, or the captured rounds of a device that has them."""
+    if target.backend.name != "cuda":
+        return _Bench(target, drafter, min(max_requests, DRAFT_REQUESTS[-1]))
+    from exactspec.engine.cuda_profile import RoundBench
+
+    return RoundBench(target, drafter, max_requests)
 
 
 def _key(target: TargetModel, what: str) -> SpsKey:
@@ -86,6 +106,7 @@ def _key(target: TargetModel, what: str) -> SpsKey:
     device = torch.cuda.get_device_name(backend.device) if backend.device.type == "cuda" else "cpu"
     threads = getattr(backend, "num_threads", 1)
     name = f"{device}, backend {backend.name}, {threads} threads"
+    name += ", captured rounds" if backend.name == "cuda" else ""
     return SpsKey(name, str(target.dtype), f"{target.name}: {what}", exactspec.__version__)
 
 
@@ -114,18 +135,27 @@ class _Bench:
         self.page_size = 16
         self.pool: KVPool = target.make_pool(LEAST_SLOTS)
 
-    def step(self, num_rows: int) -> None:
+    def steps(self) -> tuple[list[int], list[float]]:
+        return list(STEP_ROWS), measure_steps(self._step, STEP_ROWS, repeats=3)
+
+    def drafts(self) -> tuple[list[int], list[float]]:
+        counts = [count for count in DRAFT_REQUESTS if count <= self.max_requests]
+        return counts, measure_steps(self._draft, counts, repeats=3)
+
+    def _step(self, num_rows: int) -> None:
         """Blocks of a verify's usual size that share their pages: the work is that of so many rows."""
         starts = range(0, num_rows, MEASURED_ROWS_PER_REQUEST)
         sizes = [min(MEASURED_ROWS_PER_REQUEST, num_rows - start) for start in starts]
-        blocks = [Block(self._request(), CONTEXT, [1] * size, size) for size in sizes]
+        blocks = [
+            Block(made_up_request(self.page_size, self.drafter.gamma), CONTEXT, [1] * size, size) for size in sizes
+        ]
         batch = build_batch(blocks, self.page_size, self.target.backend.device)
         hidden, _ = self.target.forward(batch, self.pool, self.drafter.capture_layers)
         self._wait(self.target.logits(hidden).argmax(dim=-1))
 
-    def draft(self, num_requests: int) -> None:
+    def _draft(self, num_requests: int) -> None:
         device = self.target.backend.device
-        requests = [self._request() for _ in range(num_requests)]
+        requests = [made_up_request(self.page_size, self.drafter.gamma) for _ in range(num_requests)]
         batch = DraftBatch(
             requests=requests,
             anchor_ids=torch.ones(num_requests, dtype=torch.int64, device=device),
@@ -136,13 +166,15 @@ class _Bench:
         )
         self._wait(self.drafter.propose(batch).token_ids)
 
-    def _request(self) -> RunningRequest:
-        params = SamplingParams(temperature=0.0, max_new_tokens=1024)
-        request = Request("profile", (1,) * CONTEXT, params, seed=0)
-        pages = list(range(-(-(CONTEXT + MEASURED_ROWS_PER_REQUEST + self.drafter.gamma + 1) // self.page_size)))
-        return RunningRequest(request, [1] * CONTEXT, kv_len=CONTEXT, pages=pages, max_tokens=CONTEXT + 1024)
-
     @staticmethod
     def _wait(result: torch.Tensor) -> None:
         """Reading one number back waits for the device."""
         result.flatten()[-1].item()
+
+
+def made_up_request(page_size: int, gamma: int) -> RunningRequest:
+    """A greedy request with CONTEXT tokens behind its anchor. All such requests have the same pages, 0 and on."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=1024)
+    request = Request("profile", (1,) * CONTEXT, params, seed=0)
+    pages = list(range(-(-(CONTEXT + MEASURED_ROWS_PER_REQUEST + gamma + 1) // page_size)))
+    return RunningRequest(request, [1] * (CONTEXT + 1), kv_len=CONTEXT, pages=pages, max_tokens=CONTEXT + 1024)

@@ -5,7 +5,11 @@ With coupled acceptance no choice here can change a token.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
+
+import numpy as np
 
 from exactspec.draft.simulate import SimulatedAcceptance
 from exactspec.engine.live_costs import LiveCosts
@@ -14,15 +18,21 @@ from exactspec.sampling.sampler import SampleResult
 from exactspec.scheduler.plan import StepPlan
 from exactspec.types import Proposal, TokenSource
 from exactspec.verify.accept import AcceptResult, accept_coupled, accept_rejection
-from exactspec.verify.plan import make_plan, plan_confidence
-from exactspec.verify.survival import AcceptanceEstimate, prefix_survival
+from exactspec.verify.plan import VerifyPlan, make_plan, plan_confidence, rates_ahead
+from exactspec.verify.survival import AcceptanceEstimate, Floats, prefix_survival
 
 
 class VerifyPolicy(Protocol):
-    """What a round asks of its policy."""
+    """What a round asks of its policy.
+
+    A round that is read before the next begins asks `wants_drafts` and, knowing the drafts, `verify_lens`. One that is
+    launched unread asks `drafts_ahead`, and tells with `note_round` what came of it.
+    """
 
     needs_draft_probs: bool
     reads_confidence: bool  # the proposal's
+    skips_drafts: bool  # wants_drafts is not always True
+    learns: bool  # wants to be told of rounds and their times
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         """Is drafting worth its time in this step?"""
@@ -36,6 +46,16 @@ class VerifyPolicy(Protocol):
         """One result per group. Decoding groups come first, in the order of the proposal's rows."""
         ...
 
+    def drafts_ahead(self, plan: StepPlan, base_rows: int, choices: Sequence[int]) -> int:
+        """How many drafts the plan's decode round verifies in all, the likeliest of the batch: one of `choices`, which
+        rise from 0 (nothing is drafted). base_rows: rows that the round has anyway, padding included."""
+        ...
+
+    def note_round(self, survival: Floats | None, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """A drafted round that was decided ahead, by request: survival [R, G] of its drafts by their confidence (None:
+        there is none), how many were verified, how many accepted."""
+        ...
+
     def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
         """What a decode step without prefill took: `rows` of the target, and drafts for `drafted` requests."""
         ...
@@ -45,6 +65,8 @@ class VerifyAll:
     """Verifies every draft and accepts by `acceptance` ("coupled" or "rejection")."""
 
     reads_confidence = False
+    skips_drafts = False
+    learns = False
 
     def __init__(self, acceptance: str = "coupled") -> None:
         self.needs_draft_probs = acceptance == "rejection"
@@ -60,6 +82,12 @@ class VerifyAll:
             return accept_rejection(sampled, groups, proposal.probs if proposal is not None else None)
         return accept_coupled(sampled.token_ids, groups)
 
+    def drafts_ahead(self, plan: StepPlan, base_rows: int, choices: Sequence[int]) -> int:
+        return choices[-1]
+
+    def note_round(self, survival: Floats | None, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        pass
+
     def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
         pass
 
@@ -69,13 +97,22 @@ class VerifyByConfidence:
 
     Prefix survival comes from the draft's confidence, or, where it has none, from the acceptance of past rounds. Costs
     come from `costs`, which follow the times of real steps. Every request keeps its bonus row.
+
+    A round that is decided ahead knows the confidences of earlier rounds only: they say how many drafts are worth
+    verifying in all. Which, is then chosen by its own.
     """
 
     reads_confidence = True
+    skips_drafts = True
+    learns = True
     PROBE_EVERY = 512  # steps: while drafting does not pay, how often to look again
     HOPELESS = 0.6  # drafting that is expected to give less than this share of plain steps is not tried
+    TRIALS = 0.01  # share of all decode time that may be lost by trying drafts where they are not expected to pay
+    TRIALS_AT_START = 2.0  # what may be lost before that, in times of a step of one row
     DECIDE_EVERY = 8  # steps: plain steps at one load are decided together
     ADVANTAGE = 1.05  # what drafting must be expected to gain before it begins; it goes on while it gains anything
+    REMEMBERED = 256  # blocks whose survival stands for the next ones
+    ALIKE = 0.99  # numbers of drafts whose expected speeds differ by less are alike: the most are verified
 
     def __init__(self, acceptance: str, gamma: int, costs: LiveCosts) -> None:
         self.needs_draft_probs = acceptance == "rejection"
@@ -83,7 +120,12 @@ class VerifyByConfidence:
         self.estimate = AcceptanceEstimate(gamma)
         self.num_undrafted_steps = 0  # in a row
         self._plain_load: tuple[int, int] | None = None  # (requests, prefill rows) of the last decision for plain steps
+        self._seconds = 0.0  # of all decode steps, as the costs say: ranks must decide alike
+        self._lost = -self.TRIALS_AT_START / costs.step.sps(1)  # of these, on trials
         self._accept = VerifyAll(acceptance).accept
+        self._remembered: deque[Floats] = deque()  # survival by round, newest last
+        self._ahead: tuple[tuple[int, int], int] | None = None  # (requests, base rows), drafts: the last decision ahead
+        self._num_ahead = 0  # rounds that it has served
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         """Compares the expected tokens per second with and without drafting, by the acceptance of past rounds."""
@@ -92,18 +134,28 @@ class VerifyByConfidence:
         if load == self._plain_load and self.num_undrafted_steps % self.DECIDE_EVERY:
             self.num_undrafted_steps += 1
             return False
-        gain = self._gain(*load)
-        looks = gain >= self.HOPELESS and not plan.prefills and not self.costs.is_draft_known(count)
-        if looks or gain >= (self.ADVANTAGE if self.num_undrafted_steps else 1.0):
+        drafted = self._drafted(*load)
+        gain = drafted.tokens_per_second / (count * self.costs.step.sps(count))
+        if gain >= (self.ADVANTAGE if self.num_undrafted_steps else 1.0):
             self.num_undrafted_steps, self._plain_load = 0, None
             return True
+        is_time = self.num_undrafted_steps % self.PROBE_EVERY == self.PROBE_EVERY - self.DECIDE_EVERY
         self.num_undrafted_steps, self._plain_load = self.num_undrafted_steps + 1, load
-        return gain >= self.HOPELESS and self.num_undrafted_steps % self.PROBE_EVERY == 0
+        unknown = not plan.prefills and not self.costs.is_draft_known(count)
+        return gain >= self.HOPELESS and (unknown or is_time) and self._may_lose(drafted, gain)
 
-    def _gain(self, count: int, prefill_rows: int) -> float:
-        """Expected tokens per second with drafts for `count` requests, over those of a plain step."""
+    def _may_lose(self, drafted: VerifyPlan, gain: float) -> bool:
+        """Whether the time for a trial is there; if so it counts as spent."""
+        loss = max(0.0, 1.0 - gain) * drafted.expected_tokens / drafted.tokens_per_second
+        if self._lost + loss > self.TRIALS * self._seconds:
+            return False
+        self._lost += loss
+        return True
+
+    def _drafted(self, count: int, prefill_rows: int) -> VerifyPlan:
+        """What a step with drafts for `count` requests is expected to give, by the acceptance of past rounds."""
         rows = count + prefill_rows
-        best = make_plan(
+        return make_plan(
             self.estimate.survival(count),
             [self.estimate.gamma] * count,
             rows,
@@ -111,7 +163,6 @@ class VerifyByConfidence:
             stop_early=False,
             draft_seconds=self._spent(count, rows),
         )
-        return best.tokens_per_second / (count * self.costs.step.sps(count))
 
     def _spent(self, count: int, rows: int) -> float:
         """Seconds of drafting, less those of prefill rows in the step: they are due whatever is decided, and would make
@@ -119,8 +170,35 @@ class VerifyByConfidence:
         step = self.costs.step
         return self.costs.draft_seconds(count) - (1.0 / step.sps(rows) - 1.0 / step.sps(count))
 
+    def drafts_ahead(self, plan: StepPlan, base_rows: int, choices: Sequence[int]) -> int:
+        count = len(plan.decodes)
+        load = (count, base_rows)
+        if self._ahead is not None and self._ahead[0] == load and self._num_ahead < self.DECIDE_EVERY:
+            self._num_ahead += 1
+            return self._ahead[1]
+        self._ahead = None
+        if not self.wants_drafts(plan):
+            return 0
+        drafting, survival = choices[1:], self.estimate.survival(1)
+        if self._remembered:
+            survival = np.concatenate(self._remembered)
+        rates = rates_ahead(survival, count, base_rows, drafting, self.costs.step, self._spent(count, base_rows))
+        chosen = drafting[np.flatnonzero(rates >= self.ALIKE * rates.max())[-1]]
+        if not self.num_undrafted_steps:  # else it is a trial of one round
+            self._ahead, self._num_ahead = (load, chosen), 1
+        return chosen
+
+    def note_round(self, survival: Floats | None, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        self.estimate.update(verified, accepted)
+        if survival is None:
+            return
+        self._remembered.append(survival)
+        while sum(map(len, self._remembered)) - len(self._remembered[0]) >= self.REMEMBERED:
+            self._remembered.popleft()
+
     def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
         self.costs.note(rows, step_seconds, drafted, draft_seconds)
+        self._seconds += 1.0 / self.costs.step.sps(rows) + self.costs.draft_seconds(drafted)
 
     def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
         if proposal is None:
@@ -154,12 +232,20 @@ class AcceptByDecree:
         self.policy = policy
         self.simulated = simulated
         self.reads_confidence = policy.reads_confidence
+        self.skips_drafts = policy.skips_drafts
+        self.learns = policy.learns
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         return self.policy.wants_drafts(plan)
 
     def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
         return self.policy.verify_lens(plan, proposal)
+
+    def drafts_ahead(self, plan: StepPlan, base_rows: int, choices: Sequence[int]) -> int:
+        return self.policy.drafts_ahead(plan, base_rows, choices)
+
+    def note_round(self, survival: Floats | None, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        self.policy.note_round(survival, verified, accepted)
 
     def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
         self.policy.note_times(rows, step_seconds, drafted, draft_seconds)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from exactspec.errors import ConfigError
 from exactspec.verify.sps import SpsTable
@@ -92,6 +92,28 @@ def make_plan(
         count = int(np.argmax(rate))
     lens = np.bincount(owner[order[:count]], minlength=num_requests)
     return VerifyPlan(lens.tolist(), base_rows + count, float(tokens[count]), float(rate[count]))
+
+
+def rates_ahead(
+    survival: ArrayLike,
+    num_requests: int,
+    base_rows: int,
+    places: Sequence[int],
+    table: SpsTable,
+    draft_seconds: float,
+) -> NDArray[np.float64]:
+    """Expected tokens per second for each number of `places` (drafts verified in all), before anything is drafted.
+
+    survival [W, G]: of W blocks of earlier rounds, whose mixture stands for the blocks to come. The likeliest drafts
+    get the places, as in `make_plan`. Non-anticipating: nothing of the round itself is looked at.
+    """
+    gains = np.sort(np.asarray(survival, dtype=np.float64), axis=None)[::-1]
+    admitted = np.concatenate([[0.0], np.cumsum(gains)])
+    blocks_each = np.shape(survival)[0] / num_requests
+    wanted = np.asarray(places) * blocks_each
+    tokens = num_requests + np.interp(wanted, np.arange(admitted.size), admitted) / blocks_each
+    seconds = np.array([1.0 / table.sps(base_rows + count) for count in places])
+    return np.asarray(tokens / (seconds + draft_seconds))
 
 
 def worth_drafting(

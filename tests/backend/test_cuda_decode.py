@@ -15,9 +15,10 @@ ON_DEVICE = torch.cuda.is_available()
 if not ON_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from exactspec.backend.cuda.decode import RoundInputs, draw_step, round_rows
+from exactspec.backend.cuda.decode import RoundInputs, draft_rows, draw_step
 from exactspec.backend.cuda.sampling import gumbel
-from exactspec.backend.cuda.seats import NUM_FIELDS, Field, judge, make_seats, take_seats
+from exactspec.backend.cuda.seats import DRAFTS, NUM_FIELDS, Field, judge, make_seats, num_columns, take_seats
+from exactspec.backend.cuda.share import share_places, verify_rows
 
 DEVICE = "cuda" if ON_DEVICE else "cpu"
 HALF = torch.bfloat16 if ON_DEVICE else torch.float16
@@ -37,22 +38,58 @@ def some_inputs() -> RoundInputs:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("causal", "fill"), [(True, None), (False, 77)])
-def test_rows_of_a_round_stand_where_the_page_table_says(causal: bool, fill: int | None) -> None:
-    rows = round_rows(some_inputs(), 4, PAGE, causal, fill)
+def test_rows_of_a_draft_stand_where_the_page_table_says() -> None:
+    rows = draft_rows(some_inputs(), 4, PAGE, 77)
     batch = rows.batch
     assert batch.positions.view(3, 4)[:2].tolist() == [[6, 7, 8, 9], [0, 1, 2, 3]]
     assert batch.slots.view(3, 4).tolist() == [[6, 7, 28, 29], [8, 9, 10, 11], [-1] * 4]
     assert batch.kv_len.tolist() == [10, 4, 0]
     assert batch.q_start.tolist() == [0, 4, 8, 12]
-    assert batch.causal == causal
+    assert not batch.causal
     assert (batch.max_kv_len, batch.max_q_len) == (16, 4)
-    assert batch.token_ids.view(3, 4)[:, 0].tolist() == [11, 22, 33]
-    if fill is not None:
-        assert batch.token_ids.view(3, 4)[:, 1:].unique().tolist() == [fill]
+    assert batch.token_ids.view(3, 4).tolist() == [[anchor, 77, 77, 77] for anchor in (11, 22, 33)]
     assert rows.seeds.view(3, 4)[:, 3].tolist() == [-1, 2**40, 5]
     assert rows.output_positions.view(3, 4)[0].tolist() == [2, 3, 4, 5]
     assert rows.temperatures.view(3, 4)[1].tolist() == [0.5] * 4
+
+
+def test_rows_to_verify_are_an_anchor_and_as_many_drafts_as_have_a_place() -> None:
+    """Ragged: two drafts, none, and a request that is inactive; two of seven rows belong to nobody."""
+    drafts = integers(1, 2, 3, 4, 5, 6, 7, 8, 9).view(3, 3)
+    rows = verify_rows(some_inputs(), integers(2, 0, 0), drafts, 7, PAGE)
+    batch = rows.batch
+    assert batch.q_start.tolist() == [0, 3, 4, 5]
+    assert batch.kv_len.tolist() == [9, 1, 0]
+    assert batch.token_ids.tolist() == [11, 1, 2, 22, 33, 0, 0]
+    assert batch.positions.tolist()[:4] == [6, 7, 8, 0]
+    assert batch.slots.tolist() == [6, 7, 28, 8, -1, -1, -1]
+    assert rows.output_positions.tolist()[:4] == [2, 3, 4, 0]
+    assert rows.seeds.tolist() == [-1, -1, -1, 2**40, 5, 0, 0]
+    assert rows.temperatures.tolist() == [0.0, 0.0, 0.0, 0.5, 1.0, 0.0, 0.0]
+    assert (batch.causal, batch.max_q_len, batch.num_rows) == (True, 4, 7)
+
+
+@pytest.mark.parametrize(("gamma", "ties"), [(0, False), (5, False), (5, True)])
+def test_places_go_to_the_drafts_that_survive_likeliest(gamma: int, ties: bool) -> None:
+    """Against a sorted list; requests have limits, caps of their own, and one of them is inactive."""
+    count = 19
+    generator = torch.Generator().manual_seed(gamma)
+    chances = torch.full((count, gamma), 0.5) if ties else torch.rand((count, gamma), generator=generator)
+    survival = chances.cumprod(1)
+    message = torch.zeros((NUM_FIELDS, count), dtype=torch.int64)
+    limits = torch.randint(20, 30, (count,), generator=generator)
+    caps = torch.randint(0, 6, (count,), generator=generator)
+    message[Field.LIMIT], message[Field.MOST_DRAFTS] = limits, caps.clamp(max=gamma)
+    active = torch.ones(count, dtype=torch.int64)
+    active[4] = 0
+    unread = integers(*[0] * count)
+    inputs = RoundInputs(unread, unread + 20, unread, unread, active.to(DEVICE), unread, unread)
+    rooms = [max(0, min(int(n) - 22, int(m), gamma)) * int(a) for n, m, a in zip(limits, caps, active, strict=True)]
+    order = sorted((-survival[r, k].item(), k, r) for r in range(count) for k in range(rooms[r]))
+    for places in (0, 7, 30, count * gamma):
+        expected = [sum(owner == r for _, _, owner in order[:places]) for r in range(count)]
+        found = share_places(message.to(DEVICE), inputs, survival.to(DEVICE), places)
+        assert found.tolist() == expected, places
 
 
 @pytest.mark.parametrize("count", [19, 3, 1])
@@ -109,15 +146,21 @@ def test_a_round_starts_from_the_message_or_from_what_the_last_round_left() -> N
     assert inputs.page_table[:3].tolist() == [[31, 0, 0, 0, 0], [0, 32, 0, 0, 0], [0] * 5]
 
     drafts = integers(1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0).view(4, 3)
-    drawn = integers(1, 2, 30, 31, 4, 5, 6, 60, 7, 8, 9, 90, 0, 0, 0, 0)
-    results = torch.zeros((4, 9), dtype=torch.int64, device=DEVICE)
-    scored = judge(message, inputs, seats, drafts, drawn, results, score=True)
+    lens, q_start = integers(3, 2, 1, 0), integers(0, 4, 7, 9, 10)
+    drawn = integers(1, 2, 30, 31, 4, 5, 6, 7, 8, 0, 99)
+    survival = torch.tensor([[0.9, 0.5, 0.25]] * 4, device=DEVICE)
+    results = torch.zeros((4, num_columns(3)), dtype=torch.int64, device=DEVICE)
+    round_of = (message, inputs, seats, drafts, survival, lens, q_start, drawn, results)
+    scored = judge(*round_of, score=True)
     assert scored is not None
     # two of three are right; all are right, but only two count before the limit; one counts by the request's own cap
-    assert results[:3, :2].tolist() == [[2, 3], [2, 2], [1, 1]]
-    assert results[:3, 2:5].tolist() == drafts[:3].tolist()
-    assert results[:3, 5:].tolist() == drawn.view(4, 4)[:3].tolist()
-    assert scored[1].view(4, 4).tolist() == [[1, 1, 1, 0], [0] * 4, [1.5, 1.5, 0, 0], [0] * 4]
+    assert results[:3, :DRAFTS].tolist() == [[2, 3, 3, 0], [2, 2, 2, 4], [1, 1, 1, 7]]
+    assert results[:3, DRAFTS : DRAFTS + 3].tolist() == drafts[:3].tolist()
+    tokens = results[:3, DRAFTS + 3 : DRAFTS + 7].tolist()
+    assert [row[: n + 1] for row, n in zip(tokens, (2, 2, 1), strict=True)] == [[1, 2, 30], [4, 5, 6], [7, 8]]
+    assert torch.equal(results[:, DRAFTS + 7 :].int().view(torch.float32), survival)
+    assert scored[0].tolist()[:9] == drawn.tolist()[:9]
+    assert scored[1].tolist() == [1, 1, 1, 0, 0, 0, 0, 1.5, 1.5, 0, 0]
     assert seats.anchors[[4, 0, 2]].tolist() == [30, 6, 8]
     assert seats.positions[[4, 0, 2]].tolist() == [13, 6, 8]
 
@@ -130,6 +173,6 @@ def test_a_round_starts_from_the_message_or_from_what_the_last_round_left() -> N
     assert inputs.active.tolist() == [1, 0, 1, 0], "the second has reached its limit of 7 tokens"
     assert inputs.page_table[0].tolist() == seats.page_table[4].tolist() == [31, 77, 0, 0, 0]
     before = seats.positions[0].item()
-    judge(message, inputs, seats, drafts, drawn, results, score=False)
+    judge(*round_of, score=False)
     assert seats.positions[0].item() == before, "who is inactive stays where it was"
     assert (results[2, :2].tolist(), seats.anchors[2].item()) == ([0, 1], 7), "none accepted, by decree"

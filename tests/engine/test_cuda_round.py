@@ -5,10 +5,11 @@ from __future__ import annotations
 
 # ruff: noqa: E402 (the interpreter must be chosen before Triton is imported)
 import importlib.util
+import itertools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from exactspec.draft.block import BlockDrafter
 from exactspec.draft.ngram import NgramDrafter
 from exactspec.draft.none import NoDrafter
 from exactspec.draft.random_weights import random_draft
+from exactspec.engine import cuda_profile
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.cuda_round import CudaRoundRunner
 from exactspec.engine.engine import Engine
@@ -34,6 +36,7 @@ from exactspec.engine.live_costs import LiveCosts
 from exactspec.engine.profile import StepCosts
 from exactspec.engine.verify_policy import VerifyAll, VerifyByConfidence, VerifyPolicy
 from exactspec.model.target import TargetModel
+from exactspec.scheduler.plan import StepPlan
 from exactspec.types import Request, SamplingParams
 from exactspec.verify.sps import SpsKey, SpsTable
 
@@ -178,17 +181,73 @@ def test_overlap_on_and_off_agree_and_a_newcomer_takes_a_seat(draft: str) -> Non
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("draft", [pytest.param("dspark", marks=SLOW)])
-def test_confidence_rounds_draft_by_the_graph_and_emit_the_same(draft: str) -> None:
-    def policy(gamma: int) -> VerifyPolicy:
-        table = SpsTable(SpsKey("", "", "", ""), (1, 512), (0.01, 0.0101))
-        return VerifyByConfidence("coupled", gamma, LiveCosts(StepCosts(table, None), fixed=True))
+class Told(VerifyByConfidence):
+    """Decides by a script: one number of drafts after the other, by its place in `choices`; the last one stays."""
 
-    engine = make_engine(draft, captured=True, make_policy=policy)
-    got = answers(engine, some_requests()[:2])
-    want = answers(make_engine(draft, captured=False, make_policy=policy), some_requests()[:2])
+    def __init__(self, gamma: int, levels: tuple[int, ...]) -> None:
+        table = SpsTable(SpsKey("", "", "", ""), (1, 512), (0.01, 0.0101))
+        super().__init__("coupled", gamma, LiveCosts(StepCosts(table, None), fixed=True))
+        self.levels = list(levels)
+        self.told: list[tuple[int, list[int], list[int]]] = []  # places, verified, accepted
+        self.survivals: list[Any] = []
+        self._asked: list[int] = []
+
+    def drafts_ahead(self, plan: StepPlan, base_rows: int, choices: Sequence[int]) -> int:
+        level = self.levels.pop(0) if len(self.levels) > 1 else self.levels[0]
+        if choices[level]:
+            self._asked.append(choices[level])
+        return choices[level]
+
+    def note_round(self, survival: Any, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        super().note_round(survival, verified, accepted)
+        self.told.append((self._asked.pop(0), list(verified), list(accepted)))
+        self.survivals.append(survival)
+
+
+SOME, FEW, ALL, NONE = 2, 1, -1, 0
+
+
+@pytest.mark.parametrize("draft", ["dspark", *(pytest.param(name, marks=SLOW) for name in ("dflash", "ngram"))])
+def test_whatever_number_of_drafts_is_verified_the_answers_are_those_of_ordinary_rounds(draft: str) -> None:
+    """Rounds with some, none, few and all of the drafts follow each other unread."""
+    levels = (SOME, NONE, FEW, ALL, SOME)
+    engine = make_engine(draft, captured=True, make_policy=lambda gamma: Told(gamma, levels))
+    requests = [
+        replace(r, params=replace(r.params, max_new_tokens=3 + 4 * i)) for i, r in enumerate(some_requests()[:2])
+    ]
+    got = answers(engine, requests)
+    want = answers(make_engine("none", captured=False), requests)
     for name in want:
-        assert got[name][:2] == want[name][:2]
-    assert engine.stats().num_drafted > 0
-    if not ON_DEVICE:
-        assert engine.runner.graphs.kinds == {"draft", "forward"}
+        assert got[name][:2] == want[name][:2], name
+        assert got[name][3][0] == want[name][3][0], name
+    policy = cast(Told, engine.runner.policy)
+    assert policy.told, "no round was reported"
+    for places, verified, accepted in policy.told:
+        assert sum(verified) <= places
+        assert all(a <= v for a, v in zip(accepted, verified, strict=True))
+    drafted, verified = engine.stats().num_drafted, engine.stats().num_verified
+    assert 0 < verified <= drafted and (verified < drafted or draft == "ngram"), "which proposes little"
+    if draft == "dspark":
+        assert engine.rounds.num_overlapped > 0
+        shown = [row for rows in policy.survivals for row in rows.tolist()]
+        assert all(1.0 >= a >= b >= 0.0 for row in shown for a, b in itertools.pairwise(row))
+        assert 0 < max(map(max, shown)) < 1
+    if not ON_DEVICE and draft == "dspark":
+        assert engine.runner.graphs.kinds == {"draft", "verify", "forward"}
+
+
+@pytest.mark.parametrize("draft", [pytest.param(name, marks=SLOW) for name in ("dspark", "ngram")])
+def test_what_rounds_cost_is_measured_by_running_them(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_profile, "REPEATS", 1)
+    monkeypatch.setattr(cuda_profile, "GraphCache", GraphCache if ON_DEVICE else NoGraphs)
+    backend = CudaBackend("cuda") if ON_DEVICE else InterpretedBackend()
+    target = TargetModel(backend, tiny_target(dtype=HALF, context_length=512, max_context=512, **SHAPE))
+    drafter: Any = NgramDrafter(3)
+    if draft == "dspark":
+        drafter = BlockDrafter(random_draft(target.config, gamma=3, num_layers=1, markov_rank=8), target, 320)
+    bench = cuda_profile.RoundBench(target, drafter, max_requests=2)
+    rows, seconds = bench.steps()
+    assert rows == [1, 2, 3, 4, 6, 8], "one request and two, each with no drafts, a third, two thirds and all"
+    counts, draft_seconds = bench.drafts()
+    assert counts == [1, 2]
+    assert all(took > 0 for took in [*seconds, *draft_seconds])

@@ -52,10 +52,16 @@ def test_a_hiccup_is_no_new_curve_and_fixed_costs_stay():
     assert costs.draft_seconds(5) == 0.0
 
 
-@pytest.mark.parametrize(("step_scale", "draft_scale"), [(1.0, 1.0), (3.0, 1.0), (1.0, 0.05), (0.3, 2.0)])
+@pytest.mark.parametrize(
+    ("step_scale", "draft_scale", "ahead"),
+    [(1.0, 1.0, False), (3.0, 1.0, False), (1.0, 0.05, False), (0.3, 2.0, False), (1.0, 1.0, True), (0.3, 2.0, True)],
+)
 @pytest.mark.parametrize("count", [1, 4, 16, 64])
-def test_whatever_the_profile_said_the_policy_ends_near_the_better_of_drafting_and_not(step_scale, draft_scale, count):
-    """A machine with known times and a draft whose tokens survive by 0.7 each: 2,000 steps against both fixed ways."""
+def test_whatever_the_profile_said_the_policy_ends_near_the_better_of_drafting_and_not(
+    step_scale, draft_scale, count, ahead
+):
+    """A machine with known times and a draft whose tokens survive by 0.7 each: 2,000 steps against both fixed ways.
+    Knowing the drafts, or deciding before there are any."""
     gamma, rng = 7, np.random.default_rng(count)
     costs = LiveCosts(StepCosts(curve(true_step, step_scale), curve(true_draft, draft_scale)))
     policy = VerifyByConfidence("coupled", gamma, costs)
@@ -75,6 +81,9 @@ def test_whatever_the_profile_said_the_policy_ends_near_the_better_of_drafting_a
         return tokens / seconds
 
     def scheduled():
+        if ahead:
+            places = policy.drafts_ahead(plan, count, [count * each for each in (0, 2, 4, 5, gamma)])
+            return [places // count] * count if places else None
         if not policy.wants_drafts(plan):
             return None
         survival = policy.estimate.survival(count)

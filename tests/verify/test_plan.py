@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactspec.errors import ConfigError
-from exactspec.verify.plan import make_plan, plan_all, plan_confidence, worth_drafting
+from exactspec.verify.plan import make_plan, plan_all, plan_confidence, rates_ahead, worth_drafting
 from exactspec.verify.sps import SpsKey, SpsTable
 from exactspec.verify.survival import prefix_survival
 
@@ -50,6 +50,28 @@ def test_no_choice_of_verify_lens_is_expected_to_be_faster(data: st.DataObject) 
     assert (plan.num_rows, plan.expected_tokens) == (rows, pytest.approx(tokens))
     assert plan.tokens_per_second == pytest.approx(tokens * table.sps(rows))
     assert plan.tokens_per_second >= best_by_brute_force(survival, lengths, base_rows, table) * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_plan_ahead_knows_all_but_whose_the_drafts_are(data: st.DataObject) -> None:
+    """If the blocks to come are like those remembered, planning ahead expects what planning afterwards finds."""
+    num_requests, gamma, copies = (
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 3)),
+    )
+    confidence = st.lists(st.floats(0, 1), min_size=gamma, max_size=gamma)
+    survival = prefix_survival(data.draw(st.lists(confidence, min_size=num_requests, max_size=num_requests)))
+    base_rows, draft_seconds = num_requests + data.draw(st.integers(0, 5)), data.draw(st.floats(0, 0.5))
+    table = table_of(np.cumsum(data.draw(st.lists(st.floats(0.01, 1), min_size=20, max_size=20))).tolist())
+    lengths = [gamma] * num_requests
+    after = make_plan(survival, lengths, base_rows, table, stop_early=False, draft_seconds=draft_seconds)
+    places = range(num_requests * gamma + 1)
+    remembered = np.tile(survival, (copies, 1))
+    rates = rates_ahead(remembered, num_requests, base_rows, places, table, draft_seconds)
+    assert rates.max() == pytest.approx(after.tokens_per_second)
+    assert rates[after.num_rows - base_rows] == pytest.approx(after.tokens_per_second)
 
 
 @settings(max_examples=100, deadline=None)

@@ -46,7 +46,7 @@ class RoundInputs:
 def _rows_kernel(
     anchors, positions, seeds, output_positions, active, temperatures, page_table, page_stride,
     token_ids, row_positions, slots, kv_len, q_start, row_seeds, row_outputs, row_temperatures, fill_id,
-    R, PAGE: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK: tl.constexpr, FILL: tl.constexpr,
+    R, PAGE: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program r: the rows anchor .. anchor + NUM_ROWS - 1 of request r; rows of padding write nowhere."""
     r = tl.program_id(0)
@@ -62,10 +62,7 @@ def _rows_kernel(
     tl.store(row_positions + row, at, mask=ok)
     tl.store(slots + row, tl.where(lane * 0 + is_active.to(tl.int32) > 0, page * PAGE + at % PAGE, -1), mask=ok)
     anchor = tl.load(anchors + r)
-    if FILL:
-        tl.store(token_ids + row, tl.where(lane == 0, anchor, fill_id), mask=ok)
-    else:
-        tl.store(token_ids + row, anchor + lane * 0, mask=lane == 0)
+    tl.store(token_ids + row, tl.where(lane == 0, anchor, fill_id), mask=ok)
     tl.store(kv_len + r, tl.where(is_active, position + NUM_ROWS, 0))
     tl.store(q_start + r, r * NUM_ROWS)
     if r == R - 1:
@@ -77,16 +74,16 @@ def _rows_kernel(
 
 @dataclass(slots=True)
 class RoundRows:
-    """Rows of all requests of a bucket, num_rows each, as a ForwardBatch, and what their draws need."""
+    """Rows of all requests of a bucket as a ForwardBatch, and what their draws need."""
 
     batch: ForwardBatch
-    seeds: Tensor  # [R * num_rows] int64
-    output_positions: Tensor  # [R * num_rows] int64
-    temperatures: Tensor  # [R * num_rows] float32
+    seeds: Tensor  # [T] int64
+    output_positions: Tensor  # [T] int64
+    temperatures: Tensor  # [T] float32
 
 
-def round_rows(inputs: RoundInputs, num_rows: int, page_size: int, causal: bool, fill_id: int | None) -> RoundRows:
-    """Rows at positions anchor .. anchor + num_rows - 1. Token ids: the anchor, then fill_id (None: unwritten)."""
+def draft_rows(inputs: RoundInputs, num_rows: int, page_size: int, fill_id: int) -> RoundRows:
+    """Rows that see each other, at positions anchor .. anchor + num_rows - 1. Token ids: the anchor, then fill_id."""
     count, width = inputs.page_table.shape
     device = inputs.anchors.device
 
@@ -102,12 +99,12 @@ def round_rows(inputs: RoundInputs, num_rows: int, page_size: int, causal: bool,
     _rows_kernel[(count,)](
         inputs.anchors, inputs.positions, inputs.seeds, inputs.output_positions, inputs.active, inputs.temperatures,
         inputs.page_table, inputs.page_table.stride(0), token_ids, row_positions, slots, kv_len, q_start, seeds,
-        outputs, temperatures, fill_id or 0, count, PAGE=page_size, NUM_ROWS=num_rows,
-        BLOCK=next_power_of_2(num_rows), FILL=fill_id is not None, num_warps=1,
+        outputs, temperatures, fill_id, count, PAGE=page_size, NUM_ROWS=num_rows,
+        BLOCK=next_power_of_2(num_rows), num_warps=1,
     )  # fmt: skip
     batch = ForwardBatch(
         token_ids=token_ids, positions=row_positions, slots=slots, q_start=q_start, kv_len=kv_len,
-        page_table=inputs.page_table, logit_rows=empty(0, torch.int64), page_size=page_size, causal=causal,
+        page_table=inputs.page_table, logit_rows=empty(0, torch.int64), page_size=page_size, causal=False,
         max_kv_len=width * page_size, max_q_len=num_rows,
     )  # fmt: skip
     return RoundRows(batch, seeds, outputs, temperatures)

@@ -112,58 +112,93 @@ def take_seats(message: Tensor, seats: Seats, inputs: RoundInputs) -> None:
     )  # fmt: skip
 
 
+class Column(IntEnum):
+    """Columns of a round's results [R, num_columns(G)] int64; three runs follow: G drafts, the G + 1 tokens of the
+    request's rows (the first `ACCEPTED` + 1 are emitted), G survivals of the drafts as float32 bits."""
+
+    ACCEPTED = 0
+    VERIFIED = 1  # drafts that were
+    PROPOSED = 2  # drafts that could have been
+    FIRST_ROW = 3  # of the request, in the batch
+
+
+DRAFTS = len(Column)
+FIRST_RUN = tl.constexpr(DRAFTS)
+
+
+def num_columns(gamma: int) -> int:
+    return DRAFTS + 3 * gamma + 1
+
+
 @triton.jit
 def _judge_kernel(
-    message, stride, positions, active, drafts, draft_stride, drawn, seat_anchors, seat_positions, results,
-    result_stride, emitted, divisors, G: tl.constexpr, BLOCK: tl.constexpr, SCORE: tl.constexpr,
+    message, stride, positions, active, drafts, draft_stride, survival, lens, q_start, drawn, seat_anchors,
+    seat_positions, results, result_stride, emitted, divisors, G: tl.constexpr, BLOCK: tl.constexpr,
+    SCORE: tl.constexpr,
 ):  # fmt: skip
-    """Program r: results[r] = drafts accepted, drafts that counted, G drafts, G + 1 tokens (of rows that emit one)."""
+    """Program r: results[r], and the next anchor in its seat."""
     r = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     is_active = tl.load(active + r) != 0
     position = tl.load(positions + r)
     room = tl.load(message + LIMIT * stride + r) - position - 2  # RunningRequest.draft_room
     room = tl.maximum(tl.minimum(room, tl.load(message + MOST_DRAFTS * stride + r)), 0)
+    length = tl.load(lens + r)
+    first = tl.load(q_start + r)
     draft = tl.load(drafts + r * draft_stride + lane, mask=lane < G, other=-1)
-    token = tl.load(drawn + r * (G + 1) + lane, mask=lane <= G, other=-2)
-    differs = (lane >= room) | (draft != token)
+    token = tl.load(drawn + first + lane, mask=lane <= length, other=-2)
+    differs = (lane >= length) | (draft != token)
     count = tl.min(tl.where(differs, lane, BLOCK), 0).to(tl.int64)
     decree = tl.load(message + DECREE * stride + r)
-    count = tl.where(decree >= 0, tl.minimum(decree, room), count)
+    count = tl.where(decree >= 0, tl.minimum(decree, length), count)
     last = tl.sum(tl.where(lane == count, token, 0), 0)
     seat = tl.load(message + SEAT * stride + r)
     tl.store(seat_anchors + seat, last, mask=is_active)
     tl.store(seat_positions + seat, position + count + 1, mask=is_active)
-    tl.store(results + r * result_stride, count)
-    tl.store(results + r * result_stride + 1, room)
-    tl.store(results + r * result_stride + 2 + lane, draft, mask=lane < G)
+    row = results + r * result_stride
+    tl.store(row, count)
+    tl.store(row + 1, length)
+    tl.store(row + 2, room)
+    tl.store(row + 3, first.to(tl.int64))
+    run = row + FIRST_RUN + lane
+    tl.store(run, draft, mask=lane < G)
     token = tl.where(lane < count, draft, token)  # the same, but for decrees
-    tl.store(results + r * result_stride + 2 + G + lane, token, mask=lane <= G)
+    tl.store(run + G, token, mask=lane <= G)
+    chance = tl.load(survival + r * G + lane, mask=lane < G, other=0.0)
+    tl.store(run + 2 * G + 1, chance.to(tl.int32, bitcast=True).to(tl.int64), mask=lane < G)
     if SCORE:
         divisor = _float(tl.load(message + DIVISOR * stride + r))
         wanted = (lane <= count) & is_active
-        tl.store(emitted + r * (G + 1) + lane, token, mask=lane <= G)
-        tl.store(divisors + r * (G + 1) + lane, tl.where(wanted, divisor, 0.0), mask=lane <= G)
+        tl.store(emitted + first + lane, token, mask=lane <= length)
+        tl.store(divisors + first + lane, tl.where(wanted, divisor, 0.0), mask=lane <= length)
 
 
 def judge(
-    message: Tensor, inputs: RoundInputs, seats: Seats, drafts: Tensor, drawn: Tensor, results: Tensor, score: bool
+    message: Tensor,
+    inputs: RoundInputs,
+    seats: Seats,
+    drafts: Tensor,
+    survival: Tensor,
+    lens: Tensor,
+    q_start: Tensor,
+    drawn: Tensor,
+    results: Tensor,
+    score: bool,
 ) -> tuple[Tensor, Tensor] | None:
     """Coupled acceptance: the drafts that equal the target's own draws, up to the first that differs, are accepted.
 
-    drafts [R, G] and drawn [R * (G + 1)] int64 -> results [R, 2G + 3] int64: drafts accepted, drafts that counted, the
-    drafts, and each row's token (the first `accepted` + 1 are emitted).
-    `score`: also returns, for all R * (G + 1) rows, the token each would emit and the divisor of its logits, 0 for rows
-    that emit nothing or whose request wants no logprobs.
+    drafts [R, G], the first lens[r] of which were verified in rows q_start[r] + 1 and on; drawn [T] int64; survival
+    [R, G] float32, only handed on -> results [R, num_columns(G)] int64.
+    `score`: also returns, for all T rows, the token each would emit and the divisor of its logits, 0 for rows that emit
+    nothing or whose request wants no logprobs.
     """
     count, gamma = drafts.shape
-    emitted = divisors = None
+    emitted, divisors = torch.zeros_like(drawn) if score else drawn, drawn
     if score:
-        emitted = torch.empty(count * (gamma + 1), dtype=torch.int64, device=drawn.device)
-        divisors = torch.empty(count * (gamma + 1), dtype=torch.float32, device=drawn.device)
+        divisors = torch.zeros(drawn.shape, dtype=torch.float32, device=drawn.device)
     _judge_kernel[(count,)](
-        message, message.stride(0), inputs.positions, inputs.active, drafts, drafts.stride(0), drawn, seats.anchors,
-        seats.positions, results, results.stride(0), emitted if score else drawn, divisors if score else drawn,
-        G=gamma, BLOCK=max(2, next_power_of_2(gamma + 1)), SCORE=score, num_warps=1,
+        message, message.stride(0), inputs.positions, inputs.active, drafts, drafts.stride(0), survival, lens, q_start,
+        drawn, seats.anchors, seats.positions, results, results.stride(0), emitted, divisors, G=gamma,
+        BLOCK=max(2, next_power_of_2(gamma + 1)), SCORE=score, num_warps=1,
     )  # fmt: skip
-    return None if emitted is None or divisors is None else (emitted, divisors)
+    return (emitted, divisors) if score else None
