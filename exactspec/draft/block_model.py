@@ -10,8 +10,9 @@ own block rows with the same k_proj and v_proj; queries are block rows only. Ins
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from exactspec.backend.base import LayerWeights, RopeTable, StackSpec
 from exactspec.draft.config import BlockDraftConfig
 from exactspec.draft.heads import make_confidence_head, make_markov_head
-from exactspec.model.rope import RopeSpec, rope_spec
+from exactspec.errors import CheckpointError, UnsupportedModelError
+from exactspec.model.rope import RopeSpec, default_rope, rope_spec
 
 # (q [..., heads, Q, D], k and v [..., kv_heads, K, D]) -> [..., heads, Q, D]; scale head_dim ** -0.5, mask inside.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -207,20 +209,33 @@ def _layer_weights(layer: BlockLayer, dtype: torch.dtype) -> LayerWeights:
 
 
 def draft_rope(config: BlockDraftConfig) -> RopeSpec:
-    """The draft's own frequencies; scalings as transformers defines them."""
+    """The draft's own frequencies; scalings as transformers defines them. CheckpointError where those are refused."""
+    with torch.device("cpu"):  # the network itself may be built on the meta device
+        if config.rope_scaling is None:
+            return default_rope(config.rope_theta, config.head_dim)
+        try:
+            rope = _scaled_rope(config, config.rope_scaling)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # transformers' own checks of parameters raise many kinds
+            raise CheckpointError(f"draft config: rope_scaling: {config.rope_scaling!r}: {error}") from error
+    if not all(math.isfinite(value) for value in (*rope.inv_freq, rope.attention_factor)):
+        raise CheckpointError(f"draft config: rope_scaling: {config.rope_scaling!r} gives infinite frequencies")
+    return rope
+
+
+def _scaled_rope(config: BlockDraftConfig, scaling: dict[str, Any]) -> RopeSpec:
     from transformers import LlamaConfig
 
-    parameters = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-    with torch.device("cpu"):  # the network itself may be built on the meta device
-        return rope_spec(
-            LlamaConfig(
-                hidden_size=config.hidden_size,
-                num_attention_heads=config.num_heads,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.max_positions or 2048,
-                rope_parameters=parameters,
-            )
+    return rope_spec(
+        LlamaConfig(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions or 2048,
+            rope_parameters={"rope_type": "default", **scaling, "rope_theta": config.rope_theta},
         )
+    )
 
 
 def rotate(x: Tensor, rope: RopeTable) -> Tensor:

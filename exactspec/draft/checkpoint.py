@@ -17,6 +17,7 @@ from exactspec.draft.block_model import BlockModel
 from exactspec.draft.compact import WEIGHTS_FILE, expand_tensors
 from exactspec.draft.config import CONFIG_FILE, BlockDraftConfig, read_draft_config
 from exactspec.errors import CheckpointError
+from exactspec.model.checkpoint import shard_names
 
 INDEX_FILE = WEIGHTS_FILE + ".index.json"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,9 +79,10 @@ def _weight_files(folder: Path) -> list[str]:
     if not index.exists():
         raise CheckpointError(f"{folder}: no {WEIGHTS_FILE} (only safetensors are read)")
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index}: not a safetensors index ({error})") from error
+    return shard_names(weight_map, str(index))
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -39,10 +39,14 @@ _NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None, 0.0),
     "partial_rotary_factor": (None, 1.0),
     "draft_adapter_rank": (None, 0),
+    "use_sliding_window": (None, False),
     "conv_kernel_size": (None,),
     "selector_rank": (None,),
     "quantization_config": (None,),
 }
+# Sizes beyond these are mistakes, and building the network to find that out would take for ever.
+_MOST = {"num_hidden_layers": 1024, "block_size": 1024, "head_dim": 1 << 16}
+_MOST_OTHERS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -166,8 +170,9 @@ class _Keys:
         value = self.get(key, default)
         if value is None:
             raise self.fault(key, "absent")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.fault(key, f"must be an integer >= {least}, got {value!r}")
+        most = _MOST.get(key, _MOST_OTHERS)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.fault(key, f"must be an integer from {least} to {most}, got {value!r}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -195,7 +200,7 @@ def _refuse_what_is_not_supported(keys: _Keys) -> None:
             "convert the checkpoint to the DeepSpec or z-lab layout"
         )
     family = keys.get("model_type")
-    if family not in _QK_NORM_BY_FAMILY:
+    if not isinstance(family, str) or family not in _QK_NORM_BY_FAMILY:
         raise UnsupportedModelError(
             f"{keys.where}: model_type: {family!r} is not one of the supported draft layers: "
             f"{', '.join(_QK_NORM_BY_FAMILY)}"
@@ -204,7 +209,7 @@ def _refuse_what_is_not_supported(keys: _Keys) -> None:
         if keys.get(key) not in neutral:
             raise UnsupportedModelError(f"{keys.where}: {key}: {keys.get(key)!r} is not supported")
     layer_types = keys.get("layer_types", [])
-    if any(kind != "full_attention" for kind in layer_types):
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise UnsupportedModelError(f"{keys.where}: layer_types: only full_attention is supported, got {layer_types!r}")
 
 
@@ -249,11 +254,16 @@ def _layer_ids(keys: _Keys) -> tuple[int, ...]:
 
 def _rope(keys: _Keys) -> tuple[float, dict[str, Any] | None]:
     """Both spellings of transformers: `rope_theta` + `rope_scaling`, or `rope_parameters` holding everything."""
-    parameters = dict(keys.get("rope_parameters") or keys.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or keys.number("rope_theta", default=10000.0)
-    if parameters.get("rope_type", parameters.get("type", "default")) == "default":
-        return float(theta), None
-    return float(theta), parameters
+    key = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
+    given = keys.get(key) or {}
+    if not isinstance(given, dict):
+        raise keys.fault(key, f"must be an object, got {given!r}")
+    nested = _Keys(given, f"{keys.where}: {key}")
+    theta = nested.number("rope_theta", default=keys.number("rope_theta", default=10000.0))
+    scaling = {name: value for name, value in given.items() if name != "rope_theta"}
+    if scaling.get("rope_type", scaling.get("type", "default")) == "default":
+        return theta, None
+    return theta, scaling
 
 
 def _use_qk_norm(keys: _Keys) -> bool:
@@ -262,7 +272,7 @@ def _use_qk_norm(keys: _Keys) -> bool:
 
 def _choice(keys: _Keys, key: str, allowed: dict[str, str], default: str) -> str:
     value = keys.get(key, default)
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise keys.fault(key, f"must be one of {', '.join(allowed)}, got {value!r}")
     return allowed[value]
 
@@ -274,6 +284,8 @@ def _markov_head_type(keys: _Keys) -> str:
 def _check_consistency(config: BlockDraftConfig, where: str) -> None:
     if config.gamma < 1:
         raise CheckpointError(f"{where}: block_size: {config.block_size} leaves no row that predicts a draft token")
+    if config.head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim: must be even for RoPE, got {config.head_dim}")
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
             f"{where}: num_key_value_heads: {config.num_kv_heads} does not divide {config.num_heads} attention heads"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -30,6 +31,19 @@ class Checkpoint:
     generation: dict[str, Any] = field(default_factory=dict)
     norms_folded: bool = False  # 1 + w already added (GGUF)
     rope_factors: tuple[float, ...] = ()  # divide the RoPE frequencies (GGUF of Llama 3.1)
+
+
+def shard_names(weight_map: Any, where: str) -> list[str]:
+    """The files that a safetensors index names. Raises CheckpointError where one is outside the index's own folder:
+    a checkpoint must not make us read other files of the machine.
+    """
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where}: no weight_map")
+    for tensor, name in weight_map.items():
+        path = PurePath(name) if isinstance(name, str) and name else None
+        if path is None or path.is_absolute() or ".." in path.parts:
+            raise CheckpointError(f"{where}: tensor {tensor}: {name!r} is not the name of a file in this folder")
+    return sorted(set(weight_map.values()))
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

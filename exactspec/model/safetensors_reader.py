@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exactspec.errors import CheckpointError, UnsupportedModelError
-from exactspec.model.checkpoint import Checkpoint
+from exactspec.model.checkpoint import Checkpoint, shard_names
 from exactspec.model.config import ARCHITECTURES, SUPPORTED
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -33,10 +33,8 @@ class SafetensorsFiles:
                 self._add_file(file)
 
     def _add_sharded(self, index: Path) -> None:
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index}: no weight_map")
-        for name in sorted(set(weight_map.values())):
+        weight_map = read_json(index).get("weight_map", {})
+        for name in shard_names(weight_map, str(index)):
             file = self.folder / name
             if not file.is_file():
                 raise CheckpointError(f"{index} names {name}, which is missing")

@@ -103,7 +103,7 @@ def test_rope_scaling_in_both_spellings(spelling):
         ({"mask_token_id": -1}, "mask_token_id: must be an integer from 0 to 261 .* got -1"),
         ({"mask_token_id": 262}, "mask_token_id: .* 0 to 261 .* got 262"),
         ({"mask_token_id": "5"}, "mask_token_id"),
-        ({"block_size": 0}, "block_size: must be an integer >= 1, got 0"),
+        ({"block_size": 0}, "block_size: must be an integer from 1 to 1024, got 0"),
         ({"block_size": ...}, "block_size: absent"),
         ({"block_size": 1, "anchor_is_first_prediction": False}, "block_size: 1 leaves no row"),
         ({"target_layer_ids": []}, "target_layer_ids: must be a non-empty list"),
@@ -119,6 +119,17 @@ def test_rope_scaling_in_both_spellings(spelling):
         ({"use_qk_norm": 1}, "use_qk_norm: must be true or false"),
         ({"architectures": ["Mystery"], "anchor_is_first_prediction": ...}, "architectures: Mystery: cannot tell"),
         ({"dflash_config": 3}, "dflash_config: expected an object"),
+        ({"model_type": ["llama"]}, r"model_type: \['llama'\] is not one of"),
+        ({"hidden_act": {}}, "hidden_act: must be one of"),
+        ({"markov_head_type": []}, "markov_head_type: must be one of"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: must be an integer from 1 to 1024"),
+        ({"block_size": 10**20}, "block_size: must be an integer from 1 to 1024"),
+        ({"hidden_size": 10**20}, "hidden_size: must be an integer from 1 to"),
+        ({"head_dim": 7}, "head_dim: must be even for RoPE, got 7"),
+        ({"layer_types": 5}, "layer_types: only full_attention is supported, got 5"),
+        ({"rope_scaling": "yarn"}, "rope_scaling: must be an object, got 'yarn'"),
+        ({"rope_parameters": {"rope_theta": "x"}}, "rope_parameters: rope_theta: must be a positive number, got 'x'"),
+        ({"rope_theta": -1.0}, "rope_theta: must be a positive number, got -1.0"),
     ],
 )
 def test_faulty_values_are_named_with_their_file(changes, says, tmp_path):
@@ -129,8 +140,18 @@ def test_faulty_values_are_named_with_their_file(changes, says, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "scaling",
+    [{"rope_type": "yarn"}, {"rope_type": "llama3", "factor": 8.0}, {"rope_type": "linear", "factor": 0}],
+)
+def test_rope_scalings_that_give_no_frequencies_are_named(scaling):
+    with pytest.raises(CheckpointError, match="rope_scaling: "):
+        draft_rope(parse_draft_config(draft_config(rope_scaling=scaling)))
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"use_sliding_window": True}, "use_sliding_window: True"),
         ({"model_type": "gemma3_text"}, "model_type: 'gemma3_text' is not one of .* qwen3, llama"),
         ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: only full_attention"),
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type: 'domino'"),

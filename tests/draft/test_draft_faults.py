@@ -82,6 +82,10 @@ def test_other_formats_and_missing_shards(tmp_path):
     index.write_text(json.dumps({"weight_map": {"fc.weight": "part-1.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"part-1.safetensors: no such file"):
         load_block_model(tmp_path)
+    for name in ("../part-1.safetensors", "/etc/hostname", 5, ""):
+        index.write_text(json.dumps({"weight_map": {"fc.weight": name}}))
+        with pytest.raises(CheckpointError, match=r"tensor fc.weight: .* is not the name of a file in this folder"):
+            load_block_model(tmp_path)
     index.write_text("[]")
     with pytest.raises(CheckpointError, match="not a safetensors index"):
         load_block_model(tmp_path)

@@ -137,6 +137,16 @@ def test_a_missing_shard_and_a_wrong_index(tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", 5, ""])
+def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
+    folder = save(hf_model("llama"), tmp_path, max_shard_size="40KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: .* is not the name of a file in this folder"):
+        load(folder)
+
+
 def test_pickled_weights_are_not_loaded(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"found pytorch_model.bin, but pickled weights are not loaded"):
