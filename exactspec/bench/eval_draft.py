@@ -84,6 +84,10 @@ def eval_draft(options: EvalOptions, out: Path | None = None) -> dict[str, Any]:
     """Runs all cells; returns the report and writes eval.json and two plots to `out`. Raises ConfigError."""
     if not options.prompts:
         raise ConfigError("prompts: name at least one JSON-lines file")
+    if options.num_prompts < 1:
+        raise ConfigError(f"num_prompts: must be at least 1, got {options.num_prompts}")
+    if options.max_new_tokens < 2:  # the first token comes with the prompt, in no round
+        raise ConfigError(f"max_new_tokens: must be at least 2, got {options.max_new_tokens}")
     cells: list[Cell] = []
     for acceptance in options.acceptances:
         temperatures = [t for t in options.temperatures if t > 0 or acceptance == options.acceptances[0]]

@@ -45,3 +45,6 @@ def main() -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.exit(141)
+    except OSError as error:  # a file that is not there or cannot be written
+        print(f"exactspec: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from exactspec.cli import options as opt
+from exactspec.errors import ConfigError
 
 CONTENDERS = "plain,ngram,dflash,dspark,transformers,llama.cpp,llama.cpp-ngram"
 PEERS = ("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram")
@@ -74,6 +75,9 @@ def bench(
         ids = [target.tokenizer.apply_chat_template(chat) for chat in chats]
         ids = [prompt for prompt in ids if len(prompt) <= max_prompt_tokens][:limit]
         groups = [ids[i : i + batch] for i in range(0, len(ids) - batch + 1, batch)]
+        if not groups:
+            found = f"{len(ids)} prompts of at most {max_prompt_tokens} tokens (limit {limit})"
+            raise ConfigError(f"{path}: {found}, a batch takes {batch}")
         with console.status(path.stem) as status:
             standings = compare(
                 taking_part,
@@ -156,7 +160,7 @@ def _peer(name: str, target: Any, model: str, batch: int, console: Any) -> Any:
     try:
         return LlamaCppContender(path, threads=threads, slots=batch, ngram=is_ngram)
     except ImportError:
-        console.print(f"{name} is left out: xllamacpp is not installed (pip install 'exactspec[bench]')")
+        console.print(f"{name} is left out: xllamacpp is not installed (pip install 'exactspec\\[bench]')")
         return None
 
 

@@ -36,6 +36,7 @@ def check(
     from exactspec.model.loader import load_target
     from exactspec.model.target import TargetModel
 
+    batch_sizes, chunk_sizes = opt.numbers(batches, "batches", int), opt.numbers(chunks, "chunks", int)
     console = Console()
     backend = select_backend(device, dtype, "exact")
     target = TargetModel(backend, load_target(model, dtype=dtype, device=backend.device))
@@ -56,7 +57,7 @@ def check(
     )
     results = []
     with console.status("the truth: plain decoding, alone, cold") as status:
-        for result in checker.run(drafts.split(","), _numbers(batches), _numbers(chunks)):
+        for result in checker.run(drafts.split(","), batch_sizes, chunk_sizes):
             results.append(result)
             status.update(f"{len(results)} cells done, last: {result.cell}")
             table.add_row(
@@ -86,7 +87,3 @@ def check(
     )
     if worst != 0.0 or differ:
         raise typer.Exit(1)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]

@@ -30,7 +30,8 @@ def demo(
     console = Console(highlight=False)
     llm = LLM(model, draft=draft, kv_tokens=8192)
     ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": question}])
-    console.print(f"[bold]{model}[/] with draft [bold]{draft}[/]: {question}\n")
+    console.print(f"[bold]{model}[/] with draft [bold]{draft}[/]:", end=" ")
+    console.print(f"{question}\n", markup=False)
     console.print(
         "one line per round: [green]accepted draft[/], [yellow]correction[/], [cyan]bonus[/]; logprob in nats\n"
     )

@@ -17,7 +17,7 @@ from exactspec.errors import ConfigError
 def calibrate(
     target: Annotated[str, typer.Option(help="Model the draft was trained for.")],
     draft: Annotated[Path, typer.Option(help="Draft checkpoint folder; calibration.json is written there.")],
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines, unseen in training [default: written now].")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines, unseen in training (default: written now).")] = None,
     num_prompts: Annotated[int, typer.Option(help="Rollouts; a quarter of them measures the fit.")] = 240,
     seed: Annotated[int, typer.Option(help="Seed of prompts and rollouts.")] = 0,
     device: opt.Device = "auto",
@@ -25,6 +25,7 @@ def calibrate(
     """Fit a temperature and an offset per draft position to the confidence head, left to right, on fresh rollouts."""
     from exactspec.train.calibrate import calibrate as run
 
+    opt.show_progress()
     content = run(target, draft, prompts=prompts, num_prompts=num_prompts, device=device, seed=seed)
     typer.echo(json.dumps(content, indent=1))
 
@@ -51,11 +52,12 @@ def eval_draft(
     rules: Any = tuple(acceptances.split(","))
     if not set(rules) <= {"coupled", "rejection"}:
         raise ConfigError(f"acceptances: must be coupled or rejection, got {acceptances!r}")
+    opt.show_progress()
     asked = EvalOptions(
         target=target,
         draft=draft,
         prompts=tuple(prompts),
-        temperatures=tuple(float(part) for part in temperatures.split(",")),
+        temperatures=tuple(opt.numbers(temperatures, "temperatures", float)),
         acceptances=rules,
         num_prompts=num_prompts,
         max_prompt=max_prompt,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import logging
+import sys
+from collections.abc import Callable
+from typing import Annotated, TypeVar
 
 import typer
 
+from exactspec.errors import ConfigError
+
+N = TypeVar("N", int, float)
 Model = Annotated[str, typer.Argument(help="Alias (smollm2-135m, gemma3-270m), folder, GGUF file or hub id.")]
 Draft = Annotated[
     str, typer.Option("--draft", help="none, ngram, dflash, dspark (shipped drafts), or a draft checkpoint folder.")
@@ -16,8 +22,8 @@ Numerics = Annotated[str, typer.Option("--numerics", help="exact (bits never dep
 Acceptance = Annotated[
     str, typer.Option("--acceptance", help="coupled (exact) or rejection (lossless in distribution).")
 ]
-Gamma = Annotated[int | None, typer.Option("--gamma", help="Most draft tokens a round [default: the draft's own].")]
-ContextLength = Annotated[int | None, typer.Option("--context-length", help="Tokens [default: the model's own].")]
+Gamma = Annotated[int | None, typer.Option("--gamma", help="Most draft tokens a round (default: the draft's own).")]
+ContextLength = Annotated[int | None, typer.Option("--context-length", help="Tokens (default: the model's own).")]
 RandomWeights = Annotated[
     str | None,
     typer.Option(
@@ -33,5 +39,18 @@ TpSize = Annotated[
     ),
 ]
 KvTokens = Annotated[
-    int | None, typer.Option("--kv-tokens", help="K/V pool size in tokens [default: from free memory].")
+    int | None, typer.Option("--kv-tokens", help="K/V pool size in tokens (default: from free memory).")
 ]
+
+
+def numbers(text: str, name: str, kind: Callable[[str], N]) -> list[N]:
+    """The numbers of an option with commas between."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{name}: expected numbers with commas between, got {text!r}") from None
+
+
+def show_progress() -> None:
+    """Lines of log on stderr, for commands that take long."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)

@@ -64,7 +64,10 @@ def _score_all(llm: Any, records: list[dict[str, Any]], sink: IO[str], top: int)
 
 
 def _read(file: str) -> Iterator[dict[str, Any]]:
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from None
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -75,11 +78,15 @@ def _read(file: str) -> Iterator[dict[str, Any]]:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{file}, line {number}: not JSON ({error})") from None
-        if not isinstance(record.get("text"), str) and not (
-            isinstance(record.get("prompt"), str) and isinstance(record.get("choices"), list) and record["choices"]
-        ):
+        if not isinstance(record.get("text"), str) and not _has_choices(record):
             raise ConfigError(f'{file}, line {number}: expected "text", or "prompt" and "choices"')
         yield record
+
+
+def _has_choices(record: dict[str, Any]) -> bool:
+    choices = record.get("choices")
+    texts = isinstance(choices, list) and bool(choices) and all(isinstance(choice, str) for choice in choices)
+    return isinstance(record.get("prompt"), str) and texts
 
 
 def _params(begin: int, top: int) -> Any:
@@ -90,7 +97,8 @@ def _params(begin: int, top: int) -> Any:
 
 def _jobs(tokenizer: Any, record: dict[str, Any]) -> list[tuple[list[int], int]]:
     """(token ids, first scored position) of each text to run. A choice is scored as prompt + choice, encoded together;
-    its tokens are those after the longest common beginning with the prompt's own encoding."""
+    its tokens are those after the longest common beginning with the prompt's own encoding. Raises ConfigError where
+    nothing would be left to score: the sum of no tokens, 0, would beat every choice."""
     if "text" in record:
         return [(tokenizer.encode(record["text"]), 0)]
     prompt_ids = tokenizer.encode(record["prompt"])
@@ -100,6 +108,10 @@ def _jobs(tokenizer: Any, record: dict[str, Any]) -> list[tuple[list[int], int]]
         common = 0
         while common < min(len(prompt_ids), len(ids)) and prompt_ids[common] == ids[common]:
             common += 1
+        if not common:
+            raise ConfigError(f"prompt: {record['prompt']!r:.80} gives no token that could predict a choice")
+        if common == len(ids):
+            raise ConfigError(f"choices: {choice!r:.80} adds no token to the prompt {record['prompt']!r:.80}")
         jobs.append((ids, common))
     return jobs
 

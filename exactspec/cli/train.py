@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from exactspec.cli import options as opt
 from exactspec.errors import ConfigError
 
 
@@ -15,13 +16,13 @@ def train(
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint; an interrupted run there is continued.")],
     algorithm: Annotated[str, typer.Option(help="dspark or dflash.")] = "dspark",
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON-lines prompts [default: the target writes its own].")
+        Path | None, typer.Option(help="JSON-lines prompts (default: the target writes its own).")
     ] = None,
     exclude: Annotated[list[Path] | None, typer.Option(help="Prompt file never to train on; may be repeated.")] = None,
     data_folder: Annotated[Path | None, typer.Option(help="Generated answers; several runs may share it.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="Same seed, same run.")] = 0,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps [default: the recipe's].")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps (default: the recipe's).")] = None,
     max_seconds: Annotated[
         float | None, typer.Option(help="End after this time, with the rate brought to zero.")
     ] = None,
@@ -46,6 +47,7 @@ def train(
         if not equals:
             raise ConfigError(f"--set {pair}: expected name=value")
         settings[name] = _parse(value)
+    opt.show_progress()
     run(make_options(target, algorithm, out, **settings), report=log_report)
 
 

@@ -48,7 +48,7 @@ def read_prompt_file(path: Path) -> list[str]:
     prompts = []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold other line ends
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"prompts: {path} cannot be read ({error})") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -22,8 +22,25 @@ def exactspec(*arguments: str, stdin: str | None = None, status: int = 0) -> str
 
 def test_help_names_every_command():
     text = exactspec("--help")
-    for command in ("generate", "score", "bench", "check", "info", "demo", "serve", "train"):
+    commands = (
+        "generate", "score", "bench", "check", "info", "demo", "serve", "train", "calibrate", "eval-draft",
+        "export-draft",
+    )  # fmt: skip
+    for command in commands:
         assert command in text
+
+
+@pytest.mark.parametrize(
+    ("command", "defaults"),
+    [
+        ("generate", ["(default: the draft's own)", "(default: the model's own)", "(default: from free memory)"]),
+        ("train", ["(default: the target writes its own)", "(default: the recipe's)"]),
+    ],
+)
+def test_help_states_defaults_that_are_no_value(command, defaults):
+    text = " ".join(exactspec(command, "--help").replace("│", " ").split())
+    for default in defaults:
+        assert default in text
 
 
 def test_generate_json_holds_everything(tiny_folder):
@@ -102,6 +119,13 @@ def test_info(tiny_folder):
         (["generate", "{tiny}", "x", "--draft", "dspark"], "dspark"),
         (["generate", "{tiny}", "x", "--dtype", "int3"], "dtype"),
         (["generate", "{tiny}", "x", "--max-new-tokens", "4000"], "max_new_tokens"),
+        (["score", "{tiny}", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["check", "{tiny}", "--batches", "1,x"], "batches"),
+        (["bench", "--model", "{tiny}", "--contenders", "plain", "--no-steps", "--limit", "0"], "limit 0"),
+        (
+            ["eval-draft", "--target", "{tiny}", "--draft", "ngram", "--prompts", "/x", "--temperatures", "a"],
+            "temperat",
+        ),
     ],
 )
 def test_errors_are_one_line_that_names_the_fault(tiny_folder, arguments, word):
@@ -114,6 +138,18 @@ def test_a_bad_line_in_a_file_is_named(tiny_folder, tmp_path: Path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "fine"}\n{"nothing": 1}\n')
     assert "line 2" in exactspec("score", str(tiny_folder), str(file), status=2)
+
+
+def test_choices_that_cannot_be_compared_are_refused(tiny_folder, tmp_path: Path):
+    """An empty choice would win with a sum of no logprobs; behind an empty prompt nothing predicts the first token."""
+    file = tmp_path / "in.jsonl"
+    for line, word in (
+        ('{"prompt": "a", "choices": ["b", ""]}', "choices"),
+        ('{"prompt": "", "choices": ["b", "cc"]}', "prompt"),
+        ('{"prompt": "a", "choices": [5]}', "line 1"),
+    ):
+        file.write_text(line + "\n")
+        assert word in exactspec("score", str(tiny_folder), str(file), status=2)
 
 
 def test_random_weights_stand_instead_of_a_model(tiny_folder):

@@ -14,10 +14,13 @@ def read_prompts(path: Path | None = None, limit: int | None = None) -> list[str
     """First turns of a JSON-lines file: {"turns": [...]}, {"prompt": ...} or {"text": ...} a line."""
     path = path or BUILT_IN
     prompts: list[str] = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                prompts.append(_first_turn(line, path, number))
+    try:
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    prompts.append(_first_turn(line, path, number))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
     if not prompts:
         raise ConfigError(f"{path}: holds no prompts")
     return prompts[:limit]
