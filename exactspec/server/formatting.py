@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from exactspec.text.detokenizer import Detokenizer
 from exactspec.types import TokenLogprob
 
 FLOOR = -3.4028234663852886e38  # the most negative finite float32
@@ -103,13 +104,56 @@ def native_output(
 # ---- OpenAI ------------------------------------------------------------------------------------------
 
 
+class TextOffsets:
+    """Where tokens begin in the text of a choice, in characters: those of an echoed prompt, then those of the output.
+
+    A token that only completes a character begins where that character does. Tokens behind a stop, whose text is cut,
+    begin at or beyond the end of the text.
+    """
+
+    def __init__(self, tokenizer: Any, echo: str, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._echo = echo
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._at = len(echo)
+
+    def prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """The echo may hold special tokens or not, and not the space that some tokenizers put in front."""
+        offsets, at, detokenizer = [], 0, Detokenizer(self._tokenizer)
+        for token_id in token_ids:
+            offsets.append(min(at, len(self._echo)))
+            piece = detokenizer.append((token_id,))
+            if self._tokenizer.is_special(token_id):
+                shown = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+                piece = shown if self._echo.startswith(shown, at) else ""
+            elif at == 0 and piece.startswith(" ") and not self._echo.startswith(" "):
+                piece = piece[1:]
+            at += len(piece)
+        return offsets
+
+    def output(self, token_ids: Sequence[int]) -> list[int]:
+        """One call after the other covers a stream."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._at)
+            self._at += len(self._detokenizer.append((token_id,)))
+        return offsets
+
+
 def completion_logprobs(
-    prompt: Sequence[TokenLogprob], output: Sequence[TokenLogprob], texts: TokenTexts, *, top: bool
+    prompt: Sequence[TokenLogprob],
+    output: Sequence[TokenLogprob],
+    texts: TokenTexts,
+    offsets: TextOffsets | None = None,
+    *,
+    top: bool,
 ) -> dict[str, Any]:
     """The legacy object of /v1/completions over prompt and output tokens. `top` False leaves top_logprobs empty."""
     entries = [*prompt, *output]
     return {
-        "text_offset": [-1] * len(entries),
+        "text_offset": offsets.prompt([e.token_id for e in prompt]) + offsets.output([e.token_id for e in output])
+        if offsets is not None
+        else [-1] * len(entries),
         "token_logprobs": [value(e.logprob) for e in entries],
         "tokens": [texts.legacy(e.token_id) for e in entries],
         "top_logprobs": [_legacy_top(e, texts) for e in entries] if top else [],
