@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,7 +19,7 @@ from exactspec.server.chat import chat_completions
 from exactspec.server.completions import completions
 from exactspec.server.errors import ApiError, native_body, openai_body, schema_body
 from exactspec.server.native import generate
-from exactspec.server.state import Server, json_response
+from exactspec.server.state import GONE, Server, json_response
 
 log = logging.getLogger("exactspec.server")
 
@@ -110,9 +110,9 @@ def error_response(path: str, error: ApiError) -> Response:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    if error.status != 499:
+    if error.status != GONE:
         request.app.state.server.metrics.errors.labels(str(error.status)).inc()
-    return error_response(request.url.path, error)
+    return error_response(request.scope["path"], error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -121,11 +121,17 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 class Gate:
-    """In front of everything: keys, body sizes, the count of requests in flight, and errors nobody expected."""
+    """In front of everything: keys, body sizes, the count of requests in flight, and errors nobody expected.
 
-    def __init__(self, app: ASGIApp, server: Server) -> None:
+    It calls the handlers of fixed routes itself: an answer that streams does not pass through the framework's layers
+    with every event. The framework has the rest, and describes them all.
+    """
+
+    def __init__(self, app: FastAPI, server: Server) -> None:
         self.app = app
         self.server = server
+        self.handlers = {(path, method): handler for path, methods, handler, _ in ROUTES for method in methods}
+        self.paths = {path for path, *_ in ROUTES}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -174,7 +180,13 @@ class Gate:
 
         self.server.in_flight += 1
         try:
-            await self.app(scope, counted, noted)
+            handler = self.handlers.get((path, scope["method"]))
+            if handler is None:
+                await self.app(scope, counted, noted)
+            else:
+                response = await self._response(handler, scope, counted)
+                started, status = True, response.status_code
+                await response(scope, counted, send)
         except Exception:
             log.exception("%s failed", path)
             if started:
@@ -186,5 +198,14 @@ class Gate:
             )
         finally:
             self.server.in_flight -= 1
-            known = any(path == route[0] for route in ROUTES)
-            self.server.metrics.requests.labels(path if known else "other", str(status)).inc()
+            self.server.metrics.requests.labels(path if path in self.paths else "other", str(status)).inc()
+
+    async def _response(self, handler: Handler, scope: Scope, receive: Receive) -> Response:
+        scope["app"] = self.app
+        request = Request(scope, receive)
+        try:
+            return await handler(request)
+        except ApiError as error:
+            return await _on_api_error(request, error)
+        except ClientDisconnect:
+            return await _on_api_error(request, ApiError(GONE, "the client has gone"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from exactspec.errors import RequestError
 from exactspec.server import native, openai
 from exactspec.server.errors import OPENAI_NAMES, bad_request, from_request_error
 from exactspec.server.formatting import chat_logprobs
-from exactspec.server.generation import Generation, Prompt, Sample
+from exactspec.server.generation import Delta, Prompt, Sample
 from exactspec.server.params import LogprobPlan, openai_params
 from exactspec.server.protocol import ChatBody, ChatMessage, parse_body
 from exactspec.server.state import Server, json_response, server_of, unless_gone
@@ -29,9 +29,9 @@ async def chat_completions(request: Request) -> Response:
     answer_id = openai.new_id("chatcmpl", body)
     generation = server.generation([await _parse(body, server, answer_id)], OPENAI_NAMES)
     if body.stream:
-        chunks = _chunks(server, body, answer_id, generation)
-        return await openai.stream_response(server, body, generation, chunks)
-    samples = await unless_gone(request, generation.run())
+        shell = openai.head("chat.completion.chunk", answer_id, body, server)
+        return await openai.stream_response(request, body, shell, generation, Pieces(server, body).render)
+    samples = await unless_gone(request.receive, generation.run())
     result = openai.head("chat.completion", answer_id, body, server)
     result |= {
         "choices": [_choice(server, body, sample) for sample in samples],
@@ -56,7 +56,7 @@ async def _parse(body: ChatBody, server: Server, answer_id: str) -> Prompt:
         raise bad_request(limit, f"must be at least 1, got {max_tokens}")
     plan = _plan(body)
     defaults = server.client.info.get("generation_defaults") or {}
-    params = openai_params(body.model_dump(), max_tokens, defaults, plan, server.options)
+    params = openai_params(vars(body), max_tokens, defaults, plan, server.options)
     token_ids = await _prompt_ids(body, server)
     return openai.make_prompt(body, token_ids, params, answer_id)
 
@@ -126,31 +126,32 @@ def _choice(server: Server, body: ChatBody, sample: Sample) -> dict[str, Any]:
     return choice
 
 
-async def _chunks(
-    server: Server, body: ChatBody, answer_id: str, generation: Generation
-) -> AsyncIterator[dict[str, Any]]:
+class Pieces:
     """Per choice: the role, the content, and a last chunk of its own with the finish."""
-    shell = openai.head("chat.completion.chunk", answer_id, body, server)
-    begun: set[Sample] = set()
 
-    def chunk(sample: Sample, delta: dict[str, Any], logprobs: Any = None, **more: Any) -> dict[str, Any]:
-        nothing = {"finish_reason": None, "matched_stop": None}
-        return shell | {
-            "choices": [{"index": sample.sample_index, "delta": delta, "logprobs": logprobs, **nothing, **more}]
-        }
+    def __init__(self, server: Server, body: ChatBody) -> None:
+        self.server = server
+        self.body = body
+        self.begun: set[Sample] = set()
 
-    async for sample, step in generation.deltas():
-        if sample not in begun:
-            begun.add(sample)
-            yield chunk(sample, {"role": "assistant", "content": "", "reasoning_content": None})
-        if step.text or (body.logprobs and step.output.token_ids):
-            more = {}
-            if body.return_token_sources:
-                more["token_sources"] = [str(source) for source in step.output.sources]
-            delta = {"content": step.text, "reasoning_content": None}
-            yield chunk(sample, delta, _logprobs(server, body, step.output.logprobs), **more)
+    def render(self, sample: Sample, step: Delta) -> Iterator[dict[str, Any]]:
+        if sample not in self.begun:
+            self.begun.add(sample)
+            yield _piece(sample, {"role": "assistant", "content": "", "reasoning_content": None})
+        if step.text or (self.body.logprobs and step.output.token_ids):
+            piece = _piece(sample, {"content": step.text, "reasoning_content": None})
+            piece["logprobs"] = _logprobs(self.server, self.body, step.output.logprobs)
+            if self.body.return_token_sources:
+                piece["token_sources"] = [str(source) for source in step.output.sources]
+            yield piece
         if sample.finish is not None:
-            yield chunk(sample, {}, None, **openai.ending(sample), **_hidden_extra(body, sample))
+            yield {**_piece(sample, {}), **openai.ending(sample), **_hidden_extra(self.body, sample)}
+
+
+def _piece(sample: Sample, delta: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "index": sample.sample_index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None
+    }  # fmt: skip
 
 
 def _hidden_extra(body: ChatBody, sample: Sample) -> dict[str, Any]:

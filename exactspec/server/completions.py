@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from exactspec.server import openai
 from exactspec.server.errors import OPENAI_NAMES, bad_request
-from exactspec.server.formatting import completion_logprobs
-from exactspec.server.generation import Delta, Generation, Prompt, Sample
+from exactspec.server.formatting import TextOffsets, completion_logprobs
+from exactspec.server.generation import Delta, Prompt, Sample
 from exactspec.server.params import LogprobPlan, openai_params
 from exactspec.server.protocol import CompletionBody, parse_body
 from exactspec.server.state import Server, json_response, server_of, unless_gone
@@ -34,8 +34,10 @@ async def completions(request: Request) -> Response:
     job = await _parse(body, server)
     generation = server.generation(job.prompts, OPENAI_NAMES)
     if body.stream:
-        return await openai.stream_response(server, body, generation, _chunks(server, job, generation))
-    samples = await unless_gone(request, generation.run())
+        shell = openai.head("text_completion", job.answer_id, body, server)
+        render = Pieces(server, job, generation.samples).render
+        return await openai.stream_response(request, body, shell, generation, render)
+    samples = await unless_gone(request.receive, generation.run())
     choices = [_choice(server, job, index, sample) for index, sample in enumerate(samples)]
     result = openai.head("text_completion", job.answer_id, body, server)
     result |= {
@@ -56,7 +58,7 @@ async def _parse(body: CompletionBody, server: Server) -> Job:
     prompts = _prompts(body.prompt)
     plan = _plan(body)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
-    params = openai_params(body.model_dump(), max_tokens, {}, plan, server.options)
+    params = openai_params(vars(body), max_tokens, {}, plan, server.options)
     answer_id = openai.new_id("cmpl", body)
     jobs, echoes = [], []
     for index, prompt in enumerate(prompts):
@@ -91,48 +93,61 @@ def _plan(body: CompletionBody) -> LogprobPlan:
     return LogprobPlan(body.logprobs, body.logprobs if scored else None, 0, (), kind)
 
 
+def _offsets(server: Server, job: Job, sample: Sample) -> TextOffsets:
+    return TextOffsets(server.tokenizer, _echo(job, sample), sample.params.skip_special_tokens)
+
+
+def _echo(job: Job, sample: Sample) -> str:
+    return job.echoes[sample.prompt_index] if job.body.echo else ""
+
+
 def _logprobs(
-    server: Server, job: Job, prompt: Sequence[TokenLogprob], output: Sequence[TokenLogprob]
+    server: Server, job: Job, prompt: Sequence[TokenLogprob], output: Sequence[TokenLogprob], offsets: TextOffsets
 ) -> dict[str, Any] | None:
     if job.body.logprobs is None:
         return None
-    return completion_logprobs(prompt, output, server.texts, top=job.body.logprobs > 0)
+    return completion_logprobs(prompt, output, server.texts, offsets, top=job.body.logprobs > 0)
 
 
 def _choice(server: Server, job: Job, index: int, sample: Sample) -> dict[str, Any]:
-    echo = job.echoes[sample.prompt_index] if job.body.echo else ""
     return {
         "index": index,
-        "text": echo + sample.text,
-        "logprobs": _logprobs(server, job, sample.prompt_logprobs, sample.logprobs),
+        "text": _echo(job, sample) + sample.text,
+        "logprobs": _logprobs(server, job, sample.prompt_logprobs, sample.logprobs, _offsets(server, job, sample)),
         **openai.ending(sample),
         **openai.extras(job.body, sample),
     }
 
 
-async def _chunks(server: Server, job: Job, generation: Generation) -> AsyncIterator[dict[str, Any]]:
-    shell = openai.head("text_completion", job.answer_id, job.body, server)
-    index = {sample: number for number, sample in enumerate(generation.samples)}
-    waiting_echo = set(generation.samples) if job.body.echo else set()
-    async for sample, delta in generation.deltas():
-        text = delta.text
-        if sample in waiting_echo:
-            text = job.echoes[sample.prompt_index] + text
-        if text or sample.finish is not None or (job.body.logprobs is not None and delta.output.token_ids):
-            waiting_echo.discard(sample)
-            yield shell | {"choices": [_piece(server, job, index[sample], sample, delta, text)]}
+class Pieces:
+    """What a step has added to a choice, as a streamed choice."""
 
+    def __init__(self, server: Server, job: Job, samples: Sequence[Sample]) -> None:
+        self.server = server
+        self.job = job
+        self.index = {sample: number for number, sample in enumerate(samples)}
+        self.waiting_echo = set(samples) if job.body.echo else set()
+        self.offsets = {sample: _offsets(server, job, sample) for sample in samples}
 
-def _piece(server: Server, job: Job, index: int, sample: Sample, delta: Delta, text: str) -> dict[str, Any]:
-    prompt = delta.output.prompt_logprobs or []
-    piece: dict[str, Any] = {
-        "index": index,
-        "text": text,
-        "logprobs": _logprobs(server, job, prompt, delta.output.logprobs or []),
-        **openai.ending(sample),
-    }
-    if job.body.return_token_sources:
-        piece["token_sources"] = [str(source) for source in delta.output.sources]
-    if sample.finish is not None:
-        piece |= {k: v for k, v in openai.extras(job.body, sample).items() if k != "token_sources"}
-    return piece
+    def render(self, sample: Sample, delta: Delta) -> Iterator[dict[str, Any]]:
+        text, body = delta.text, self.job.body
+        if sample in self.waiting_echo:
+            text = _echo(self.job, sample) + text
+        if text or sample.finish is not None or (body.logprobs is not None and delta.output.token_ids):
+            self.waiting_echo.discard(sample)
+            yield self._piece(sample, delta, text)
+
+    def _piece(self, sample: Sample, delta: Delta, text: str) -> dict[str, Any]:
+        body, output = self.job.body, delta.output
+        prompt, entries, offsets = output.prompt_logprobs or [], output.logprobs or [], self.offsets[sample]
+        piece: dict[str, Any] = {
+            "index": self.index[sample],
+            "text": text,
+            "logprobs": _logprobs(self.server, self.job, prompt, entries, offsets),
+            **openai.ending(sample),
+        }
+        if body.return_token_sources:
+            piece["token_sources"] = [str(source) for source in output.sources]
+        if sample.finish is not None:
+            piece |= {k: v for k, v in openai.extras(body, sample).items() if k != "token_sources"}
+        return piece

@@ -52,7 +52,7 @@ async def _one_token(server: Server) -> None:
     try:
         while time.monotonic() - started < HEALTH_TIMEOUT_S:
             try:
-                _, event = await asyncio.wait_for(mailbox.get(), 0.25)
+                _, event = (await asyncio.wait_for(mailbox.get_all(), 0.25))[0]
             except TimeoutError:
                 if client.last_output_at > started:
                     return  # busy, and moving

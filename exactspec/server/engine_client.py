@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -20,12 +21,12 @@ import zmq
 from exactspec.server import messages as m
 from exactspec.server.errors import ApiError
 from exactspec.server.mailbox import Mailbox
+from exactspec.server.pipe import PipeReader
 from exactspec.types import Request, StepOutput
 
 log = logging.getLogger("exactspec.server")
 
 RETRY_AFTER_S = 5
-MESSAGES_AT_ONCE = 64
 Event = StepOutput | ApiError | m.Refused
 
 
@@ -97,35 +98,35 @@ class EngineClient:
         """Starts a process and serves its outputs until it ends. Returns its exit code."""
         folder = tempfile.mkdtemp(prefix="exactspec-")
         context: zmq.Context[Any] = zmq.Context.instance()
-        receiver: zmq.Socket[bytes] = context.socket(zmq.PULL)
         sender: zmq.Socket[bytes] = context.socket(zmq.PUSH)
-        loop = asyncio.get_running_loop()
-        process = None
+        ours, theirs = socket.socketpair()
+        process, transport = None, None
         try:
-            for socket, name in ((receiver, "out"), (sender, "in")):
-                socket.set_hwm(0)
-                socket.setsockopt(zmq.LINGER, 0)
-                socket.bind(f"ipc://{folder}/{name}")
+            sender.set_hwm(0)
+            sender.setsockopt(zmq.LINGER, 0)
+            sender.bind(f"ipc://{folder}/in")
+            transport, _ = await asyncio.get_running_loop().create_unix_connection(
+                lambda: PipeReader(lambda data: self._dispatch(m.from_engine_decoder.decode(data))), sock=ours
+            )
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "exactspec.server.engine_process",
-                f"ipc://{folder}/in", f"ipc://{folder}/out", self.factory, json.dumps(self.settings),
-                env=os.environ | {"PYTHONUNBUFFERED": "1"}, start_new_session=True,
+                f"ipc://{folder}/in", str(theirs.fileno()), self.factory, json.dumps(self.settings),
+                env=os.environ | {"PYTHONUNBUFFERED": "1"}, start_new_session=True, pass_fds=[theirs.fileno()],
             )  # fmt: skip
+            theirs.close()
             self.pid = process.pid
             self._sender = sender
-            loop.add_reader(receiver.fileno(), self._read, receiver)
-            self._read(receiver)
             code = await process.wait()
-            await asyncio.sleep(0.05)
-            self._read(receiver)  # last words
+            await asyncio.sleep(0.05)  # its last words are on their way
             return code
         finally:
-            loop.remove_reader(receiver.fileno())
             self._sender, self.pid = None, None
             if process is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
-            receiver.close()
+            if transport is not None:
+                transport.close()
+            theirs.close()
             sender.close()
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -183,19 +184,6 @@ class EngineClient:
                 self._sender.send(data, zmq.NOBLOCK)
 
     # ---- outputs -------------------------------------------------------------------------------------
-
-    def _read(self, receiver: zmq.Socket[bytes]) -> None:
-        """Takes what has arrived, all of it: the descriptor of a ZeroMQ socket tells of changes, not of what is left.
-
-        Much cheaper than zmq.asyncio, whose futures and tasks cost more than the messages; the engine's threads want
-        the same cores.
-        """
-        if receiver.closed:
-            return
-        with contextlib.suppress(zmq.Again):
-            for _ in range(MESSAGES_AT_ONCE):
-                self._dispatch(m.from_engine_decoder.decode(receiver.recv(zmq.NOBLOCK)))
-            asyncio.get_running_loop().call_soon(self._read, receiver)  # others get their turn
 
     def _dispatch(self, message: m.FromEngine) -> None:
         if isinstance(message, m.Outputs):

@@ -2,8 +2,8 @@
 
     python -m exactspec.server.engine_process INBOX OUTBOX FACTORY CONFIG_JSON
 
-INBOX and OUTBOX are ZeroMQ addresses bound by the HTTP process. FACTORY ("module:function") makes an engine from
-the settings in CONFIG_JSON.
+INBOX is a ZeroMQ address bound by the HTTP process, OUTBOX the descriptor of a socket to it (pipe.py). FACTORY
+("module:function") makes an engine from the settings in CONFIG_JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ import zmq
 
 from exactspec.errors import ConfigError, ExactSpecError, QueueFullError, RequestError
 from exactspec.server import messages as m
+from exactspec.server.pipe import PipeWriter
 from exactspec.types import Request, SamplingParams
 
 log = logging.getLogger("exactspec.engine")
@@ -62,7 +64,7 @@ def engine_info(engine: Any) -> dict[str, Any]:
 class EngineLoop:
     """Single-threaded: receive, admit, step, send. Nothing here knows HTTP."""
 
-    def __init__(self, engine: Any, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    def __init__(self, engine: Any, inbox: zmq.Socket[bytes], outbox: PipeWriter) -> None:
         self.engine = engine
         self.inbox = inbox
         self.outbox = outbox
@@ -98,10 +100,11 @@ class EngineLoop:
     def _receive(self) -> None:
         """Takes everything that has arrived; waits only when there is nothing else to do."""
         busy = not self.paused and self.engine.has_work()
-        wait = 0 if busy else 2 if self.compiling or self.flushes else IDLE_POLL_MS
-        while self.inbox.poll(wait):
+        self.outbox.flush()
+        if not busy:
+            self.inbox.poll(2 if self.compiling or self.flushes or self.outbox.behind else IDLE_POLL_MS)
+        while int(self.inbox.get(zmq.EVENTS)) & zmq.POLLIN:  # a poll of no time at all, without its objects
             self._handle(m.to_engine_decoder.decode(self.inbox.recv()))
-            wait = 0
         if os.getppid() != self.parent:
             log.error("the HTTP process is gone: stopping")
             self.stopping = True
@@ -212,16 +215,15 @@ class EngineLoop:
 
 
 def main(argv: list[str]) -> int:
-    inbox_address, outbox_address, factory, settings_json = argv
+    inbox_address, outbox_fd, factory, settings_json = argv
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the HTTP process decides when to stop
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context: zmq.Context[Any] = zmq.Context.instance()
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket, address in ((inbox, inbox_address), (outbox, outbox_address)):
-        socket.set_hwm(0)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(address)
+    inbox = context.socket(zmq.PULL)
+    inbox.set_hwm(0)
+    inbox.connect(inbox_address)
+    outbox = PipeWriter(socket.socket(fileno=int(outbox_fd)))
     try:
         module, function = factory.split(":")
         settings = json.loads(settings_json)
@@ -231,9 +233,7 @@ def main(argv: list[str]) -> int:
         gc.freeze()  # what was made until now stays: a full collection that looks through it takes 0.1 s
     except ExactSpecError as error:  # wrong settings: no restart can help
         outbox.send(m.encoder.encode(m.Failed(str(error))))
-        outbox.close(linger=2000)
-        inbox.close()
-        context.term()
+        outbox.close(2.0)
         return 3
     loop = EngineLoop(engine, inbox, outbox)
     loop.send(m.Ready(info))
@@ -242,6 +242,8 @@ def main(argv: list[str]) -> int:
     except Exception:
         log.exception("the engine failed")
         return 1
+    finally:
+        outbox.close(1.0)
     return 0
 
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,9 +73,12 @@ class Sample:
         first = len(self.token_ids)
         self.token_ids += output.token_ids
         self.sources += output.sources
-        self.logprobs += output.logprobs or []
-        self.hidden += output.hidden_states or []  # type: ignore[arg-type]
-        self.mask += output.sampling_mask or []
+        if output.logprobs:
+            self.logprobs += output.logprobs
+        if output.hidden_states:
+            self.hidden += output.hidden_states  # type: ignore[arg-type]
+        if output.sampling_mask:
+            self.mask += output.sampling_mask
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if output.prompt_hidden is not None:
@@ -156,10 +159,11 @@ class Generation:
         stream = TextStream(tokenizer, prompt.params)
         return Sample(request, rid, prompt_index, index, stream, prompt.return_hidden)
 
-    async def deltas(self) -> AsyncIterator[tuple[Sample, Delta]]:
-        """Runs the samples; yields what each step adds, interleaved, until all have ended.
+    async def arrivals(self) -> AsyncGenerator[list[tuple[Sample, StepOutput]], None]:
+        """Runs the samples; yields all that has arrived since the last time, until all have ended.
 
-        Raises ApiError when any sample is refused or lost. Leaving early (also by cancellation) aborts the rest.
+        Each output must be handed to `take` before the next one of its sample. Raises ApiError when any sample is
+        refused or lost. Leaving early (also by cancellation) aborts the rest.
         """
         pending = {sample.request.request_id: sample for sample in self.samples}
         deadline = None if self.time_limit is None else time.perf_counter() + self.time_limit
@@ -167,27 +171,34 @@ class Generation:
             for sample in self.samples:
                 self.client.submit(sample.request, self._mailbox)
             while pending:
-                request_id, event = await self._next(deadline)
-                sample = pending[request_id]
-                if isinstance(event, ApiError):
-                    raise event
-                if isinstance(event, m.Refused):
-                    raise self._refusal(event)
-                before = sample.last_token_at
-                delta = sample.take(event)
-                if self.metrics is not None:
-                    self.metrics.observe(sample, len(event.token_ids), before, time.perf_counter())
-                if event.finish is not None:
-                    del pending[request_id]
-                yield sample, delta
+                arrived: list[tuple[Sample, StepOutput]] = []
+                failure: ApiError | None = None
+                for request_id, event in await (self._mailbox.get_all() if deadline is None else self._next(deadline)):
+                    if isinstance(event, StepOutput):
+                        arrived.append((pending[request_id], event))
+                        if event.finish is not None:
+                            del pending[request_id]
+                    else:
+                        failure = event if isinstance(event, ApiError) else self._refusal(event)
+                        break
+                if arrived:
+                    yield arrived
+                if failure is not None:
+                    raise failure
         finally:
             self.client.abort(pending, silent=True)
 
-    async def _next(self, deadline: float | None) -> tuple[str, Event]:
-        if deadline is None:
-            return await self._mailbox.get()
+    def take(self, sample: Sample, output: StepOutput) -> Delta:
+        """Adds an output that has arrived to its sample."""
+        before = sample.last_token_at
+        delta = sample.take(output)
+        if self.metrics is not None:
+            self.metrics.observe(sample, len(output.token_ids), before, time.perf_counter())
+        return delta
+
+    async def _next(self, deadline: float) -> list[tuple[str, Event]]:
         try:
-            return await asyncio.wait_for(self._mailbox.get(), max(0.0, deadline - time.perf_counter()))
+            return await asyncio.wait_for(self._mailbox.get_all(), max(0.0, deadline - time.perf_counter()))
         except TimeoutError:
             raise ApiError(503, f"the request took more than {self.time_limit:g} s") from None
 
@@ -198,6 +209,7 @@ class Generation:
 
     async def run(self) -> list[Sample]:
         """All samples, finished."""
-        async for _ in self.deltas():
-            pass
+        async for arrived in self.arrivals():
+            for sample, output in arrived:
+                self.take(sample, output)
         return self.samples

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from exactspec.types import FinishReason, Request, RequestStats, StepOutput, TokenLogprob, TokenSource
+from exactspec.types import FinishReason, Request, RequestStats, SamplingParams, StepOutput, TokenLogprob, TokenSource
 
 Pair = tuple[int, float]
 Entry = tuple[int, float | None, list[Pair], list[Pair]]  # token id, logprob, top, chosen
@@ -65,7 +66,7 @@ class Output(msgspec.Struct, array_like=True):
 
     request_id: str
     token_ids: list[int]
-    sources: list[str]
+    sources: list[TokenSource]
     cached_tokens: int
     logprobs: list[Entry] | None = None
     finish: tuple[str, int | str | None, str | None] | None = None
@@ -114,15 +115,14 @@ to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder = msgspec.msgpack.Decoder(FromEngine)
 
 
-_SOURCES = {str(source): source for source in TokenSource}
+_PARAMS = tuple(field.name for field in fields(SamplingParams))
 
 # ---- to and from the vocabulary of the project -------------------------------------------------------
 
 
 def add_message(request: Request) -> Add:
-    params = {name: value for name, value in asdict(request.params).items() if value is not None and value != ()} | {
-        "max_new_tokens": request.params.max_new_tokens
-    }
+    params = {name: value for name in _PARAMS if (value := getattr(request.params, name)) not in (None, ())}
+    params["max_new_tokens"] = request.params.max_new_tokens  # None means something
     return Add(
         request_id=request.request_id,
         prompt_ids=list(request.prompt_ids),
@@ -141,7 +141,7 @@ def pack_output(output: StepOutput) -> Output:
     return Output(
         request_id=output.request_id,
         token_ids=output.token_ids,
-        sources=output.sources,  # type: ignore[arg-type]
+        sources=output.sources,
         cached_tokens=output.stats.cached_tokens,
         logprobs=None if output.logprobs is None else [_entry(e) for e in output.logprobs],
         finish=None if finish is None else (finish.kind, finish.matched, finish.message),
@@ -157,20 +157,26 @@ def pack_output(output: StepOutput) -> Output:
 def unpack_output(message: Output) -> StepOutput:
     """The StepOutput again; hidden states as nested lists of floats."""
     finish = None if message.finish is None else FinishReason(*message.finish)  # type: ignore[arg-type]
-    stats = RequestStats(**message.stats) if message.stats else RequestStats(cached_tokens=message.cached_tokens)
+    stats = RequestStats(**message.stats) if message.stats else _early_stats(message.cached_tokens)
     return StepOutput(
         request_id=message.request_id,
         token_ids=message.token_ids,
         logprobs=None if message.logprobs is None else [_logprob(e) for e in message.logprobs],
-        sources=[_SOURCES[source] for source in message.sources],
+        sources=message.sources,
         finish=finish,
         stats=stats,
         prompt_logprobs=None if message.prompt_logprobs is None else [_logprob(e) for e in message.prompt_logprobs],
-        hidden_states=_lists(message.hidden),
-        prompt_hidden=_lists(message.prompt_hidden),
+        hidden_states=None if message.hidden is None else _lists(message.hidden),
+        prompt_hidden=None if message.prompt_hidden is None else _lists(message.prompt_hidden),
         sampling_mask=message.mask,
         next_token=None if message.next_token is None else _logprob(message.next_token),
     )
+
+
+@lru_cache(maxsize=4096)
+def _early_stats(cached_tokens: int) -> RequestStats:
+    """What is known of a request before its end. Shared: nobody counts on this side."""
+    return RequestStats(cached_tokens=cached_tokens)
 
 
 def _entry(entry: TokenLogprob) -> Entry:
@@ -192,9 +198,7 @@ def _rows(rows: Any) -> Rows | None:
     return block.numpy().tobytes(), block.shape[-1]
 
 
-def _lists(rows: Rows | None) -> Any:
-    if rows is None:
-        return None
+def _lists(rows: Rows) -> Any:
     import numpy as np
 
     data, width = rows

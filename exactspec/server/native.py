@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from exactspec.server import formatting as f
 from exactspec.server.errors import NATIVE_NAMES, ApiError, bad_request, native_event
-from exactspec.server.generation import Generation, Prompt, Sample
+from exactspec.server.generation import Delta, Prompt, Sample
 from exactspec.server.params import LogprobPlan, native_params
 from exactspec.server.protocol import GenerateBody, SchemaError, parse_body
-from exactspec.server.state import DONE, Server, event_stream, json_response, server_of, sse, unless_gone
+from exactspec.server.state import DONE, EventStream, Server, json_response, server_of, sse, unless_gone
 
 REFUSED_IF_SET = (
     "input_embeds", "lora_path", "custom_logit_processor", "image_data", "video_data", "audio_data", "session_params",
@@ -52,10 +52,10 @@ async def generate(request: Request) -> Response:
     body = parse_body(GenerateBody, await request.body())
     if body.stream:
         _check_schema_parts(body, server)
-        return event_stream(_events(server, body))
+        return EventStream(_events(server, body))
     job = await _parse(body, server)
     generation = server.generation(job.prompts, NATIVE_NAMES)
-    samples = await unless_gone(request, generation.run())
+    samples = await unless_gone(request.receive, generation.run())
     answers = [answer(server, job, sample) for sample in samples]
     return json_response(answers[0] if job.single else answers)
 
@@ -325,13 +325,16 @@ def hidden_states(sample: Sample, *, last: bool) -> list[Any]:
 # ---- streaming ---------------------------------------------------------------------------------------
 
 
-async def _events(server: Server, body: GenerateBody) -> AsyncIterator[bytes]:
+async def _events(server: Server, body: GenerateBody) -> AsyncGenerator[bytes, None]:
     """The route has answered 200 before anything is known: errors are events, too."""
     try:
         job = await _parse(body, server)
         generation = server.generation(job.prompts, NATIVE_NAMES)
-        async for event in _pieces(server, job, generation):
-            yield event
+        pieces = Pieces(server, job, generation.samples)
+        async for arrived in generation.arrivals():
+            data = b"".join([pieces.event(sample, generation.take(sample, output)) for sample, output in arrived])
+            if data:
+                yield data
     except SchemaError:
         raise
     except ApiError as error:
@@ -339,21 +342,30 @@ async def _events(server: Server, body: GenerateBody) -> AsyncIterator[bytes]:
     yield DONE
 
 
-async def _pieces(server: Server, job: Job, generation: Generation) -> AsyncIterator[bytes]:
-    many = len(generation.samples) > 1 or not job.single
-    pieces = job.body.incremental_stream
-    pieces = server.options.incremental_streaming_output if pieces is None else pieces
-    index = {sample: number for number, sample in enumerate(generation.samples)}
-    shown = dict.fromkeys(generation.samples, 0)  # tokens in events so far
-    held: dict[Sample, str] = dict.fromkeys(generation.samples, "")  # text of tokens not yet in an event
-    async for sample, delta in generation.deltas():
-        held[sample] += delta.text
-        new = len(sample.token_ids) - shown[sample]
-        if sample.finish is None and (new == 0 or (shown[sample] and new < job.interval)):
-            continue
-        if pieces:
-            event = answer(server, job, sample, since=shown[sample], text=held[sample])
+class Pieces:
+    """The events of a stream."""
+
+    def __init__(self, server: Server, job: Job, samples: Sequence[Sample]) -> None:
+        self.server = server
+        self.job = job
+        self.many = len(samples) > 1 or not job.single
+        wanted = job.body.incremental_stream
+        self.incremental = server.options.incremental_streaming_output if wanted is None else wanted
+        self.index = {sample: number for number, sample in enumerate(samples)}
+        self.shown = dict.fromkeys(samples, 0)  # tokens in events so far
+        self.held: dict[Sample, str] = dict.fromkeys(samples, "")  # text of tokens not yet in an event
+
+    def event(self, sample: Sample, delta: Delta) -> bytes:
+        """The event that tells of `delta`; nothing while there are too few new tokens."""
+        shown = self.shown[sample]
+        text = self.held[sample] + delta.text
+        new = len(sample.token_ids) - shown
+        if sample.finish is None and (new == 0 or (shown and new < self.job.interval)):
+            self.held[sample] = text
+            return b""
+        if self.incremental:
+            event = answer(self.server, self.job, sample, since=shown, text=text)
         else:
-            event = answer(server, job, sample)
-        shown[sample], held[sample] = len(sample.token_ids), ""
-        yield sse(event | {"index": index[sample]} if many else event)
+            event = answer(self.server, self.job, sample)
+        self.shown[sample], self.held[sample] = len(sample.token_ids), ""
+        return sse(event | {"index": self.index[sample]} if self.many else event)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from exactspec.server.errors import ApiError, bad_request, openai_body
-from exactspec.server.generation import Generation, Prompt, Sample
+from exactspec.server.generation import Delta, Generation, Prompt, Sample
 from exactspec.server.native import hidden_states
 from exactspec.server.protocol import OpenAIBody, SchemaError
-from exactspec.server.state import DONE, Server, event_stream, sse
-from exactspec.types import SamplingParams
+from exactspec.server.state import DONE, EventStream, Server, server_of, sse, unless_gone
+from exactspec.types import SamplingParams, StepOutput
 
 
 def check_content_type(request: Request) -> None:
@@ -94,37 +94,46 @@ def head(kind: str, answer_id: str, body: OpenAIBody, server: Server) -> dict[st
     return {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
 
 
+Render = Callable[[Sample, Delta], Iterable[dict[str, Any]]]  # what a step has added, as chunks
+
+
 async def stream_response(
-    server: Server, body: OpenAIBody, generation: Generation, chunks: AsyncIterator[dict[str, Any]]
+    request: Request, body: OpenAIBody, shell: dict[str, Any], generation: Generation, render: Render
 ) -> Response:
     """Streams chunks. What goes wrong before the first one is an ordinary HTTP error."""
-    try:
-        first = await anext(chunks)
-    except StopAsyncIteration:
-        first = None
-    return event_stream(_frames(server, body, generation, first, chunks))
+    arrivals = generation.arrivals()
+    first = await unless_gone(request.receive, anext(arrivals))
+    return EventStream(_frames(server_of(request), body, shell, generation, render, first, arrivals))
 
 
 async def _frames(
     server: Server,
     body: OpenAIBody,
+    shell: dict[str, Any],
     generation: Generation,
-    first: dict[str, Any] | None,
-    chunks: AsyncIterator[dict[str, Any]],
-) -> AsyncIterator[bytes]:
+    render: Render,
+    first: list[tuple[Sample, StepOutput]],
+    arrivals: AsyncGenerator[list[tuple[Sample, StepOutput]], None],
+) -> AsyncGenerator[bytes, None]:
     options = body.stream_options
     each = bool(options and options.continuous_usage_stats)
-    shell: dict[str, Any] = {}
+
+    def frames(arrived: list[tuple[Sample, StepOutput]]) -> bytes:
+        made = []
+        for sample, output in arrived:
+            for choice in render(sample, generation.take(sample, output)):
+                counts = usage(server, generation.samples) if each else None
+                made.append(sse({**shell, "choices": [choice], "usage": counts}))
+        return b"".join(made)
+
     try:
-        if first is not None:
-            shell = {key: first[key] for key in ("id", "object", "created", "model")}
-            yield sse(first | {"usage": usage(server, generation.samples) if each else None})
-        async for chunk in chunks:
-            yield sse(chunk | {"usage": usage(server, generation.samples) if each else None})
+        yield frames(first)
+        async for arrived in arrivals:
+            yield frames(arrived)
         if options and options.include_usage:
-            yield sse(shell | {"choices": [], "usage": usage(server, generation.samples)})
+            yield sse({**shell, "choices": [], "usage": usage(server, generation.samples)})
     except ApiError as error:
         yield sse({"error": openai_body(error)})
     finally:
-        await chunks.aclose()  # type: ignore[attr-defined]
+        await arrivals.aclose()
     yield DONE

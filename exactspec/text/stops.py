@@ -124,7 +124,9 @@ def trim(text: str, matched: int | str | None, params: SamplingParams, start: in
 
 def held_back(text: str, stops: tuple[str, ...]) -> int:
     """Length of the longest end of `text` that is a proper beginning of a stop string."""
-    longest = min(len(text), max(map(len, stops), default=1) - 1)
+    if not stops:
+        return 0
+    longest = min(len(text), max(map(len, stops)) - 1)
     for length in range(longest, 0, -1):
         end = text[-length:]
         if any(len(stop) > length and stop.startswith(end) for stop in stops):
