@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Prompt = str | Sequence[int]
+ASLEEP_BYTES = 1 << 16  # a sleeping client wakes for this much, or for the end
 EVENT = re.compile(rb"data: (\{.*\})\r?\n\r?\n")  # servers put an event into one chunk, so no chunk head is inside
 
 
@@ -42,11 +43,14 @@ class Loop:
         return sum(timing.tokens for timing in self.timings)
 
 
-def one_request(url: str, prompt: Prompt, new_tokens: int, temperature: float, seed: int) -> Timing:
+def one_request(
+    url: str, prompt: Prompt, new_tokens: int, temperature: float, seed: int, *, asleep: bool = False
+) -> Timing:
     """Streams one completion. Raises OSError or ValueError when the server does not answer as it should.
 
     While it runs, what arrives is only stamped and kept; it is read afterwards: the client shares the machine with
-    the server.
+    the server. `asleep`: it is not even stamped; the system wakes this client when the answer has ended, so that it
+    costs the machine nothing meanwhile, and all its events count as arrived then.
     """
     parts = urlsplit(url)
     body = {
@@ -61,6 +65,8 @@ def one_request(url: str, prompt: Prompt, new_tokens: int, temperature: float, s
     pieces: list[tuple[float, bytes]] = []
     began = time.perf_counter()
     with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 80), timeout=600) as connection:
+        if asleep:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, ASLEEP_BYTES)
         connection.sendall(head.encode() + data)
         while piece := connection.recv(1 << 16):
             pieces.append((time.perf_counter(), piece))

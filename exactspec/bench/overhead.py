@@ -3,6 +3,9 @@
 Three times per token are compared: the client's, the seconds that the server's engine process spends inside steps, and
 the engine's alone in a process without HTTP. The first over the third is the whole cost of serving; the second over
 the third is the part of it that comes from sharing the processor's cores, the first over the second the rest.
+
+The client is on the same cores, where a user's would not be: it sleeps until an answer has ended, and the processor
+time that it takes all the same is told.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class Overhead:
     in_steps_ms: float
     alone_ms: float
     http_cpu_ms: float  # processor time of the HTTP process
+    client_cpu_ms: float  # processor time of the bench's own clients, which is in served_ms too
     share: tuple[float, float, float]
 
 
@@ -142,14 +146,16 @@ def _compare(
     rounds: int,
     options: dict[str, Any],
 ) -> Overhead:
-    alone, served, steps, cpu = [], [], [], []
+    alone, served, steps, cpu, client = [], [], [], [], []
     tokens = len(prompts) * options["new_tokens"]
     for _ in range(rounds):
         engine.flush_cache()
         alone.append(engine_loop(engine, prompts, clients, **options) / tokens)
         server.get("/flush_cache?timeout=5")
         before = server.counters()
-        loop = closed_loop(server.url, prompts, clients, **options)
+        own = time.process_time()
+        loop = closed_loop(server.url, prompts, clients, asleep=True, **options)
+        client.append((time.process_time() - own) / tokens)
         if loop.failures or loop.tokens != tokens:
             raise ConfigError(f"the server failed {loop.failures} requests; {loop.tokens} tokens of {tokens} came")
         after = server.counters()
@@ -158,16 +164,18 @@ def _compare(
         cpu.append((after["process_cpu_seconds_total"] - before["process_cpu_seconds_total"]) / tokens)
     ratios = [a / b - 1 for a, b in zip(served, alone, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
-    served_ms, steps_ms, alone_ms, cpu_ms = (statistics.median(v) * 1e3 for v in (served, steps, alone, cpu))
-    return Overhead(clients, served_ms, steps_ms, alone_ms, cpu_ms, (low, middle, high))
+    medians = [statistics.median(values) * 1e3 for values in (served, steps, alone, cpu, client)]
+    return Overhead(clients, *medians, (low, middle, high))
 
 
 def show(results: Sequence[Overhead]) -> str:
-    lines = [f"{'clients':>8}{'served':>10}{'in steps':>10}{'alone':>10}{'HTTP cpu':>10}  overhead (quartiles)"]
+    lines = [
+        f"{'clients':>8}{'served':>10}{'in steps':>10}{'alone':>10}{'HTTP cpu':>10}{'client':>10}  overhead (quartiles)"
+    ]
     for item in results:
         low, middle, high = item.share
         lines.append(
             f"{item.concurrency:>8}{item.served_ms:>10.3f}{item.in_steps_ms:>10.3f}{item.alone_ms:>10.3f}"
-            f"{item.http_cpu_ms:>10.3f}  {middle:.1%} ({low:.1%} to {high:.1%})"
+            f"{item.http_cpu_ms:>10.3f}{item.client_cpu_ms:>10.3f}  {middle:.1%} ({low:.1%} to {high:.1%})"
         )
     return "\n".join(lines)

@@ -24,6 +24,14 @@ def test_every_loop_counts_its_tokens_and_times(server: Running, tmp_path: Path)
         assert row["inter_token"][0] >= 0  # events may arrive together
 
 
+def test_a_sleeping_client_sees_the_same_answer(server: Running) -> None:
+    """It wakes at the end, also of an answer that is longer than what wakes it."""
+    for new_tokens in (12, 3000):
+        options = {"new_tokens": new_tokens, "temperature": 0.0, "seed": 1}
+        asleep = load.one_request(server.url, "abc", asleep=True, **options)  # type: ignore[arg-type]
+        assert asleep.tokens == load.one_request(server.url, "abc", **options).tokens == new_tokens  # type: ignore[arg-type]
+
+
 def test_failures_are_counted_not_hidden(server: Running) -> None:
     loop = load.closed_loop(server.url, ["SAY:ok", "x" * 5000], 2, new_tokens=4, temperature=0.0)
     assert (len(loop.timings), loop.failures, loop.tokens) == (1, 1, 4)
