@@ -41,6 +41,7 @@ class Drafter(ABC):
 
     gamma: int = 0  # most draft tokens per round, anchor not counted
     capture_layers: tuple[int, ...] = ()  # target layers whose outputs `observe` wants
+    catch_up_seconds: float = 0.0  # of `propose`, ever: learning what was postponed
 
     @abstractmethod
     def observe(self, batch: ForwardBatch, captured: Tensor | None) -> None:
@@ -49,6 +50,13 @@ class Drafter(ABC):
         Called with all rows of the step, also with rows that will be rejected: what is stored for them must
         be overwritten when their slot is observed again, before any proposal reads it.
         """
+
+    def postpone(self, batch: ForwardBatch, captured: Tensor | None) -> None:
+        """Instead of `observe` after a step that was not drafted for: the same may be learnt later, in `propose`.
+
+        Proposals are those of a drafter that observed at once, to the bit.
+        """
+        self.observe(batch, captured)
 
     @abstractmethod
     def propose(self, batch: DraftBatch) -> Proposal:

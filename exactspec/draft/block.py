@@ -3,17 +3,20 @@
 One draft forward covers a whole block: rows [anchor, mask, mask, ...] at positions anchor .. anchor + n - 1 attend to
 the context before the anchor and to each other. The block's own K/V land in the slots of those positions; they mean
 nothing after the round and are overwritten when the target has been there (`observe`) or by the next block. The context
-K/V of a token depend on its target features and position alone, so prefix hits and retraction need no bookkeeping.
+K/V of a token depend on its target features and position alone, so prefix hits and retraction need no bookkeeping, and
+may be made late: `postpone` keeps the features (backlog.py), and `propose` first makes up for what its requests lack.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from exactspec.backend.parallel import head_linear, shard_layer, shard_spec
+from exactspec.draft.backlog import Backlog
 from exactspec.draft.base import DraftBatch, Drafter
 from exactspec.draft.block_model import BlockModel
 from exactspec.draft.calibration import Calibration, scale_logits, table_on
@@ -23,6 +26,8 @@ from exactspec.errors import ConfigError
 from exactspec.model.config import ROPE_SLACK
 from exactspec.model.target import TargetModel
 from exactspec.types import ForwardBatch, Proposal
+
+CATCH_UP_ROWS = 512  # at a time
 
 
 class BlockDrafter(Drafter):
@@ -66,19 +71,48 @@ class BlockDrafter(Drafter):
         self._confidence_head = heads.confidence_head
         self._whole, self._short = _output_heads(heads, target, short_vocab)
         self._scales = None if calibration is None else table_on(calibration, self.gamma, device)
+        self._num_slots = num_slots
+        self._backlog: Backlog | None = None  # made when something is postponed
 
     @torch.no_grad()
     def observe(self, batch: ForwardBatch, captured: Tensor | None) -> None:
+        self._learn(self._checked(captured), batch.positions, batch.slots)
+        if self._backlog is not None:
+            self._backlog.strike(batch.slots)
+
+    @torch.no_grad()
+    def postpone(self, batch: ForwardBatch, captured: Tensor | None) -> None:
+        features = self._checked(captured)
+        if self._backlog is None:  # features are rounded here as `fc` would round them
+            self._backlog = Backlog(self._num_slots, features.shape[1], self.target.dtype, features.device)
+        self._backlog.keep(batch.slots, features)
+
+    def _checked(self, captured: Tensor | None) -> Tensor:
         if captured is None:
             raise ValueError(f"a block drafter needs the target layers {self.capture_layers} captured")
-        context = self.backend.rms_norm(self._fc(captured), self._hidden_norm, self.config.rms_eps)
-        self.stack.write_context(context, batch.positions, batch.slots, self.pool)
+        return captured
+
+    def _learn(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Writes the context K/V of rows: features [T, len(capture_layers) * H] float32, positions and slots [T]."""
+        context = self.backend.rms_norm(self._fc(features), self._hidden_norm, self.config.rms_eps)
+        self.stack.write_context(context, positions, slots, self.pool)
+
+    def _catch_up(self, backlog: Backlog, batch: DraftBatch) -> None:
+        began = time.perf_counter()
+        positions, slots = backlog.behind(batch.page_table, batch.anchor_positions, batch.page_size)
+        for start in range(0, slots.shape[0], CATCH_UP_ROWS):
+            rows = slice(start, start + CATCH_UP_ROWS)
+            self._learn(backlog.features(slots[rows]), positions[rows], slots[rows])
+        backlog.strike(slots)
+        self.catch_up_seconds += time.perf_counter() - began
 
     @torch.no_grad()
     def propose(self, batch: DraftBatch) -> Proposal:
         lengths = [min(self.gamma, request.draft_room) for request in batch.requests]
         if not any(lengths):
             return Proposal(batch.anchor_ids.new_zeros((len(lengths), self.gamma)), lengths)
+        if self._backlog is not None:
+            self._catch_up(self._backlog, batch)
         hidden = self._hidden(batch)
         noise = batch.noise or backend_noise(self.backend, self.config.vocab_size)
         plan = make_plan(batch.requests, noise, hidden.device)

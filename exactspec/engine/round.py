@@ -55,6 +55,8 @@ class Flight(Protocol):
 class RoundRunner:
     """Runs rounds with one target, one drafter, one sampler and one verify policy."""
 
+    postpones = True  # the drafter may learn of steps without drafts when it is next asked for some
+
     def __init__(
         self,
         target: TargetModel,
@@ -85,18 +87,22 @@ class RoundRunner:
         raise NotImplementedError(f"{type(self).__name__} reads every round before the next")
 
     def run(self, plan: StepPlan) -> RoundResult:
-        began = time.perf_counter()
+        began, caught_up = time.perf_counter(), self.drafter.catch_up_seconds
         drafting = bool(plan.decodes) and self.drafter.gamma > 0 and self.policy.wants_drafts(plan)
         proposal = self._propose(plan.decodes) if drafting else None
+        caught_up = self.drafter.catch_up_seconds - caught_up  # due to steps before: no part of what a draft costs
         blocks = self._build_blocks(plan, proposal)
         drafted = time.perf_counter()
         batch = build_batch(blocks, self.page_size, self.device)
         hidden, captured = self._forward(batch)
-        self.drafter.observe(batch, captured)
+        if drafting or not (self.postpones and self.policy.skips_drafts):
+            self.drafter.observe(batch, captured)
+        else:
+            self.drafter.postpone(batch, captured)
         result = self._draw(blocks, batch, hidden, proposal)
         if not plan.prefills:
             ended, rows = time.perf_counter(), sum(len(block.token_ids) for block in blocks)
-            self.policy.note_times(rows, ended - drafted, len(plan.decodes) * drafting, drafted - began)
+            self.policy.note_times(rows, ended - drafted, len(plan.decodes) * drafting, drafted - began - caught_up)
         return result
 
     def _forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:

@@ -145,6 +145,26 @@ def test_context_written_in_pieces_is_the_context_written_at_once(pieces, target
         assert torch.equal(rows[0], rows[1])
 
 
+@pytest.mark.parametrize("backend", [TorchBackend, CpuBackend])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_context_learnt_late_has_the_bits_of_context_learnt_at_once(backend, dtype, tmp_path):
+    """Two requests share their first page; each is postponed in other pieces, and one of them is learnt in between."""
+    target = TargetModel(backend(), tiny_target(num_layers=3, dtype=dtype))
+    harness = Harness(target, DSPARK, tmp_path)
+    at_once = harness.propose(harness.ready(running(TEXT)), harness.ready(running(TEXT[:7], request_id="short")))
+    observe, harness.drafter.observe = harness.drafter.observe, harness.drafter.postpone
+    long = harness.ready(running(TEXT, request_id="late"), (2, 5))
+    short = harness.give_pages(running(TEXT[:7], request_id="late and short"))
+    short.pages[0] = long.pages[0]
+    harness.feed(short, 4, 5)
+    harness.drafter.observe = observe
+    harness.feed(short, 5, 6)
+    late = harness.propose(long, short)
+    assert torch.equal(late.token_ids, at_once.token_ids)
+    assert torch.equal(late.confidence, at_once.confidence)
+    assert harness.drafter.catch_up_seconds > 0.0
+
+
 def test_rounds_overwrite_what_rejected_rows_left_behind(target, tmp_path):
     """Accept 0, some and all drafts in turn: after each round the draft is that of a fresh start on the same text."""
     harness = Harness(target, DSPARK, tmp_path)

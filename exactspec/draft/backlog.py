@@ -1,0 +1,58 @@
+"""What a block drafter has not learnt yet: the target features of context rows, kept at the target's own slots.
+
+While drafting does not pay, making a draft's context K/V costs every row some percent of its target forward, for
+nothing. Keeping the features is a copy; the K/V are made when a proposal wants them, each row's once.
+
+A mark says of every slot whether the features kept there are those of its last target forward (else the K/V are). It
+changes only when a forward has written the slot, so it holds for whoever owns the page next: prefix hits, shared pages,
+retraction and eviction need no bookkeeping here either.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Backlog:
+    """Room for the features of every slot; memory is taken where something is kept (of a large pool untouched pages
+    cost nothing).
+
+    width: features of a row. dtype: what the drafter's first product rounds its input to.
+    """
+
+    def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._features = torch.empty(num_slots, width, dtype=dtype, device=device)
+        self._kept = torch.zeros(num_slots, dtype=torch.bool, device=device)
+
+    def keep(self, slots: Tensor, features: Tensor) -> None:
+        """features [T, width] float32 of the rows just written at `slots` [T]."""
+        at = slots.long()
+        self._features.index_copy_(0, at, features.to(self._features.dtype))
+        self._kept[at] = True
+
+    def strike(self, slots: Tensor) -> None:
+        """The K/V of `slots` [T] have been made."""
+        self._kept[slots.long()] = False
+
+    def behind(self, page_table: Tensor, context_lens: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+        """(positions, slots), int32 [N] each, of the context rows whose K/V are still to be made, each slot once.
+
+        page_table [R, P] int32; context_lens [R]: rows of each request that count.
+        """
+        offsets = torch.arange(page_size, dtype=torch.int32, device=page_table.device)
+        slots = (page_table[:, :, None] * page_size + offsets).flatten(1)
+        positions = torch.arange(slots.shape[1], dtype=torch.int32, device=slots.device)
+        wanted = self._kept[slots.long()] & (positions < context_lens[:, None])
+        owners, columns = wanted.nonzero(as_tuple=True)
+        found = slots[owners, columns]
+        if found.shape[0] == 0:
+            return columns.int(), found
+        # requests share the pages of a common prefix, at the same positions
+        unique, where = torch.unique(found, return_inverse=True)
+        at = columns.new_zeros(unique.shape[0]).scatter_(0, where, columns)
+        return at.int(), unique
+
+    def features(self, slots: Tensor) -> Tensor:
+        """[N, width] float32 of kept rows."""
+        return self._features[slots.long()].float()
