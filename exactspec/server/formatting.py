@@ -144,16 +144,14 @@ def completion_logprobs(
     prompt: Sequence[TokenLogprob],
     output: Sequence[TokenLogprob],
     texts: TokenTexts,
-    offsets: TextOffsets | None = None,
+    offsets: TextOffsets,
     *,
     top: bool,
 ) -> dict[str, Any]:
     """The legacy object of /v1/completions over prompt and output tokens. `top` False leaves top_logprobs empty."""
     entries = [*prompt, *output]
     return {
-        "text_offset": offsets.prompt([e.token_id for e in prompt]) + offsets.output([e.token_id for e in output])
-        if offsets is not None
-        else [-1] * len(entries),
+        "text_offset": offsets.prompt([e.token_id for e in prompt]) + offsets.output([e.token_id for e in output]),
         "token_logprobs": [value(e.logprob) for e in entries],
         "tokens": [texts.legacy(e.token_id) for e in entries],
         "top_logprobs": [_legacy_top(e, texts) for e in entries] if top else [],
@@ -161,13 +159,18 @@ def completion_logprobs(
 
 
 def _legacy_top(entry: TokenLogprob, texts: TokenTexts) -> dict[str, Any] | None:
-    """Text to value, most likely first. Tokens of equal text collapse to the likeliest; the token itself is in."""
+    """Text to value, most likely first; the token itself is in. Of tokens with one text the token itself keeps it, else
+    the likeliest; the others are called by their ids, so that none is lost and no value stands under a wrong name."""
     if entry.logprob is None:
         return None
+    own = texts.legacy(entry.token_id)
     top: dict[str, Any] = {}
     for token_id, logprob in entry.top:
-        top.setdefault(texts.legacy(token_id), value(logprob))
-    top.setdefault(texts.legacy(entry.token_id), value(entry.logprob))
+        text = texts.legacy(token_id)
+        if token_id != entry.token_id and (text == own or text in top):
+            text = f"token_id:{token_id}"
+        top[text] = value(logprob)
+    top.setdefault(own, value(entry.logprob))
     return top
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from itertools import chain
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import openai
 import pytest
 from conftest import Running
-from fake_engine import EOS, START, FakeTokenizer, logprob
+from fake_engine import EOS, START, VOCAB, FakeTokenizer, logprob
+
+from exactspec.server.formatting import TextOffsets, TokenTexts, completion_logprobs
+from exactspec.types import TokenLogprob
 
 TOKENIZER = FakeTokenizer()
 
@@ -73,10 +77,49 @@ def test_echo_and_logprobs_score_the_prompt(server: Running) -> None:
         assert lists["token_logprobs"][0] is None
         assert lists["top_logprobs"][0] is None
         assert lists["token_logprobs"][1:n] == [logprob(i, prompt[i]) for i in range(1, n)]
-        assert lists["text_offset"] == [-1] * (n + max_tokens)
+        assert len(lists["text_offset"]) == n + max_tokens
         for value, top in zip(lists["token_logprobs"][1:], lists["top_logprobs"][1:], strict=True):
             assert value in top.values()
         assert choice["text"].startswith("abc SAY:y")
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("logprobs", [0, 1])
+def test_text_offsets_cut_the_text_into_its_tokens(server: Running, logprobs: int, echo: bool, tokens: bool) -> None:
+    """Half a character takes no room: the token that completes it takes all of it. A hidden special token neither."""
+    text = "ab the €é SAY: the é€<"
+    body = {"prompt": TOKENIZER.encode(text) if tokens else text, "echo": echo, "logprobs": logprobs}
+    choice = ask(server, COMPLETIONS, **body)["choices"][0]
+    offsets = [*choice["logprobs"]["text_offset"], len(choice["text"])]
+    pieces = [choice["text"][start:end] for start, end in itertools.pairwise(offsets)]
+    said = [" the", " ", "", "é", "", "€", "<", ""]
+    prompt = ["ab", " the", " ", "", "€", "", "é", " ", "SAY", ":", *said[:-1]]
+    assert pieces == (prompt if echo and logprobs else []) + said
+    assert offsets[0] == (len(text) if echo and not logprobs else 0)
+
+
+def test_text_offsets_behind_a_stop_and_around_special_tokens(server: Running) -> None:
+    answer = ask(server, COMPLETIONS, prompt="SAY:abcd", stop="cd", logprobs=1)["choices"][0]
+    assert (answer["text"], answer["logprobs"]["text_offset"]) == ("ab", [0, 2, 3])
+    ids = [START, *TOKENIZER.encode("SAY:x")]
+    shown = ask(server, COMPLETIONS, prompt=ids, echo=True, logprobs=1, skip_special_tokens=False, no_stop_trim=True)
+    assert shown["choices"][0]["text"] == "SAY:xx<|end|>"
+    assert shown["choices"][0]["logprobs"]["text_offset"] == [0, 0, 3, 4, 5, 6]
+
+
+def test_tokens_of_one_text_are_all_listed_and_the_sampled_one_keeps_its_name() -> None:
+    """0xAC alone is a byte and a piece of this vocabulary, and "¬" is what both look like."""
+    byte, piece = 0xAC, VOCAB.index(b"\xac", 256)
+    texts = TokenTexts(TOKENIZER)
+    for own in (byte, piece):
+        entry = TokenLogprob(own, -2.0 if own == piece else -1.0, ((byte, -1.0), (97, -1.5), (piece, -2.0)))
+        [top] = completion_logprobs([], [entry], texts, TextOffsets(TOKENIZER, "", True), top=True)["top_logprobs"]
+        other = piece if own == byte else byte
+        assert top == {"¬": entry.logprob, "a": -1.5, f"token_id:{other}": -3.0 - entry.logprob}
+    outside = TokenLogprob(97, -9.0, ((byte, -1.0), (piece, -2.0)))
+    [top] = completion_logprobs([], [outside], texts, TextOffsets(TOKENIZER, "", True), top=True)["top_logprobs"]
+    assert list(top.items()) == [("¬", -1.0), (f"token_id:{piece}", -2.0), ("a", -9.0)]
 
 
 def test_completion_logprobs_zero_and_none(server: Running) -> None:
