@@ -164,8 +164,10 @@ def _compare(
         cpu.append((after["process_cpu_seconds_total"] - before["process_cpu_seconds_total"]) / tokens)
     ratios = [a / b - 1 for a, b in zip(served, alone, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
-    medians = [statistics.median(values) * 1e3 for values in (served, steps, alone, cpu, client)]
-    return Overhead(clients, *medians, (low, middle, high))
+    served_ms, steps_ms, alone_ms, cpu_ms, client_ms = (
+        statistics.median(values) * 1e3 for values in (served, steps, alone, cpu, client)
+    )
+    return Overhead(clients, served_ms, steps_ms, alone_ms, cpu_ms, client_ms, (low, middle, high))
 
 
 def show(results: Sequence[Overhead]) -> str:
