@@ -49,14 +49,17 @@ def compare(
     new_tokens: int,
     temperature: float,
     seed: int = 0,
-    warm_up: bool = True,
+    warm_up: int = 16,
     on_run: Callable[[str], None] | None = None,
 ) -> list[Standing]:
-    """Runs every group of prompts through every contender; the starting contender rotates."""
+    """Runs every group of prompts through every contender; the starting contender rotates.
+
+    warm_up: output tokens of a run of the first group that does not count (0: none).
+    """
     standings = [Standing(contender.name) for contender in contenders]
     if warm_up:
         for contender in contenders:
-            contender.run(groups[0], min(new_tokens, 16), temperature, seed)
+            contender.run(groups[0], min(new_tokens, warm_up), temperature, seed)
     for number, group in enumerate(groups):
         for turn in range(len(contenders)):
             at = (turn + number) % len(contenders)

@@ -42,11 +42,18 @@ class EngineContender:
     """Our engine with one drafter over a target that contenders share.
 
     `name` is "plain" or a draft, with options behind it: "+confidence" lets verification follow the draft's confidence,
-    "+logprobs" also returns the top 5 logprobs.
+    "+logprobs" also returns the top 5 logprobs. prefill_chunk: rows of a step that prompts may take.
     """
 
     def __init__(
-        self, name: str, target: TargetModel, *, batch: int, logprobs: int | None = None, acceptance: str = "coupled"
+        self,
+        name: str,
+        target: TargetModel,
+        *,
+        batch: int,
+        logprobs: int | None = None,
+        acceptance: str = "coupled",
+        prefill_chunk: int = 512,
     ) -> None:
         self.name = name
         draft, *options = name.split("+")
@@ -61,6 +68,7 @@ class EngineContender:
             verify="confidence" if "confidence" in options else "all",
             max_running_requests=batch,
             prefix_cache=False,
+            prefill_chunk=prefill_chunk,
         )
         longest = min(target.config.context_length, CONTEXT_PER_REQUEST)
         self.engine = assemble(config, target, batch * -(-longest // config.page_size) + 64)

@@ -15,16 +15,43 @@ from dataclasses import dataclass, field, replace
 from exactspec.engine.build import assemble
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
+from exactspec.engine.verify_policy import VerifyAll
+from exactspec.errors import ConfigError
 from exactspec.model.target import TargetModel
-from exactspec.types import Request, SamplingParams, StepOutput, TokenLogprob
+from exactspec.scheduler.plan import StepPlan
+from exactspec.types import Proposal, Request, SamplingParams, StepOutput, TokenLogprob
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 RETRACT_EVERY = 5  # steps between forced retractions
 
 
+class VerifyInTurn(VerifyAll):
+    """Another number of drafts in every round, none and all among them: whatever a policy decides, answers stay."""
+
+    reads_confidence = True  # on a device it says whose drafts they are
+    skips_drafts = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._round = 0
+
+    def wants_drafts(self, plan: StepPlan) -> bool:
+        self._round += 1
+        return self._round % 4 != 0
+
+    def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
+        lengths = super().verify_lens(plan, proposal)
+        return [(number + self._round) % (length + 1) for number, length in enumerate(lengths)]
+
+    def drafts_ahead(self, plan: StepPlan, base_rows: int, choices: Sequence[int]) -> int:
+        self._round += 1
+        return choices[-1 - self._round % len(choices)]
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One way of running the requests."""
+    """One way of running the requests. A draft may have an option behind it: "+confidence" verifies as the confidence
+    says, "+turns" another number of drafts in every round."""
 
     draft: str
     batch: int
@@ -149,13 +176,25 @@ class ExactnessCheck:
                 engine.rounds.overlap = overlap
                 yield self._run_cell(engine, Cell(draft, batch, cached, chunk, retract, overlap))
 
-    def _engine(self, draft: str, chunk: int, batch: int) -> Engine:
+    def _engine(self, name: str, chunk: int, batch: int) -> Engine:
+        draft, _, option = name.partition("+")
+        if option not in ("", "confidence", "turns"):
+            raise ConfigError(f"drafts: {name}: unknown option {option}")
         config = EngineConfig(
-            model="", draft=draft, prefill_chunk=chunk, max_running_requests=batch, page_size=16, overlap=False
+            model="",
+            draft=draft,
+            prefill_chunk=chunk,
+            max_running_requests=batch,
+            page_size=16,
+            overlap=False,
+            verify="confidence" if option == "confidence" else "all",
         )
         longest = max(len(prompt) for prompt in self.prompts) + self.new_tokens + 32
         num_pages = (batch + 2) * -(-longest // config.page_size) + 64
-        return assemble(config, self.target, num_pages)
+        engine = assemble(config, self.target, num_pages)
+        if option == "turns":
+            engine.runner.policy = VerifyInTurn()
+        return engine
 
     def _find_truth(self, count: int, on_truth: Callable[[int], None] | None) -> None:
         engine = self._engine("none", 512, 1)

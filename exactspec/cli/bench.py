@@ -49,6 +49,10 @@ def bench(
     numerics: opt.Numerics = "exact",
     acceptance: opt.Acceptance = "coupled",
     random_weights: opt.RandomWeights = None,
+    prefill_chunk: Annotated[
+        int,
+        typer.Option(help="Prompt rows of a step, of our contenders: a large batch starts together if it is large."),
+    ] = 512,
 ) -> None:
     """Compare decoders on the same prompts, prompt by prompt in turns. Accept length includes the bonus token;
     ratios are to plain decoding, with quartiles over prompts."""
@@ -68,7 +72,7 @@ def bench(
     target = TargetModel(backend, load_target(model, dtype=dtype, device=backend.device))
     facts = _floor(target, console) if steps else {}
     facts.update(model=model, dtype=str(target.dtype), backend=backend.name, temperature=temperature, batch=batch)
-    taking_part = _contenders(contenders.split(","), target, model, batch, logprobs, acceptance, console)
+    taking_part = _contenders(contenders.split(","), target, model, batch, logprobs, acceptance, prefill_chunk, console)
     lines = []
     for path in prompts or [BUILT_IN]:
         chats = [[{"role": "user", "content": text}] for text in read_prompts(path)]
@@ -84,6 +88,8 @@ def bench(
                 groups,
                 new_tokens=new_tokens,
                 temperature=temperature,
+                # as long as the real one where rounds are captured: the batches that shrink at its end are graphs too
+                warm_up=new_tokens if backend.device.type == "cuda" else 16,
                 on_run=lambda name, stem=path.stem: status.update(f"{stem}: {name}"),  # type: ignore[misc]
             )
         lines.extend(table(path.stem, standings, taking_part[0].name))
@@ -121,7 +127,14 @@ def _floor(target: Any, console: Any) -> dict[str, Any]:
 
 
 def _contenders(
-    names: list[str], target: Any, model: str, batch: int, logprobs: int | None, acceptance: str, console: Any
+    names: list[str],
+    target: Any,
+    model: str,
+    batch: int,
+    logprobs: int | None,
+    acceptance: str,
+    prefill_chunk: int,
+    console: Any,
 ) -> list[Any]:
     from exactspec.bench.contenders import EngineContender
 
@@ -131,7 +144,9 @@ def _contenders(
             peer = _peer(name, target, model, batch, console)
             taking_part.extend([peer] if peer is not None else [])
         else:
-            contender = EngineContender(name, target, batch=batch, logprobs=logprobs, acceptance=acceptance)
+            contender = EngineContender(
+                name, target, batch=batch, logprobs=logprobs, acceptance=acceptance, prefill_chunk=prefill_chunk
+            )
             taking_part.append(contender)
     return taking_part
 

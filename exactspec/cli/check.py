@@ -14,7 +14,9 @@ from exactspec.cli import options as opt
 
 def check(
     model: opt.Model = "smollm2-135m",
-    drafts: Annotated[str, typer.Option(help="Drafts to check, with commas between.")] = "none,ngram,dflash,dspark",
+    drafts: Annotated[
+        str, typer.Option(help="Drafts to check, commas between; +confidence and +turns vary what is verified.")
+    ] = "none,ngram,dflash,dspark",
     batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,5,32",
     chunks: Annotated[str, typer.Option(help="Prefill chunk sizes.")] = "4,512",
     new_tokens: Annotated[int, typer.Option(help="Output tokens per request.")] = 24,

@@ -134,7 +134,10 @@ class CudaRoundRunner(RoundRunner):
         self._by_block = isinstance(drafter, BlockDrafter)
         self._drafts_on_device = self._by_block or not drafter.gamma
         self._simulated = policy.simulated if isinstance(policy, AcceptByDecree) else None
-        self._wants_confidence = policy.reads_confidence and getattr(drafter, "_confidence_head", None) is not None
+
+    @property
+    def _wants_confidence(self) -> bool:
+        return self.policy.reads_confidence and getattr(self.drafter, "_confidence_head", None) is not None
 
     @torch.no_grad()
     def run(self, plan: StepPlan) -> RoundResult:
