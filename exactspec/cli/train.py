@@ -52,7 +52,9 @@ def train(
 
 
 def _parse(value: str) -> Any:
-    """A number, true, false, or text."""
+    """A number, true, false, or text; several of them with commas between."""
+    if "," in value:
+        return tuple(_parse(part) for part in value.split(",") if part)
     if value in ("true", "false"):
         return value == "true"
     for kind in (int, float):

@@ -32,6 +32,7 @@ from exactspec.train.saving import write_json, write_tensors
 from exactspec.train.templates import long_prompt, template_prompts
 
 log = logging.getLogger(__name__)
+_TURN_TOKENS = 200  # of a user turn that the target writes, at most
 _BUCKET = 64  # sequence lengths are padded to multiples of this
 
 
@@ -157,6 +158,15 @@ class _Maker:
         self.seed = seed
         self.num_shards = num_shards
         self.rng = random.Random(seed)
+        config = loaded.config
+        # positions beyond the context have no angles, and generation has no sliding windows
+        self.longest = min([config.context_length, *(window for window in config.windows if window is not None)])
+        self.max_prompt = min(options.max_prompt, self.longest - options.max_answer)
+        if self.max_prompt < 1:
+            raise ConfigError(
+                f"max_answer: {options.max_answer} leaves no room for a prompt: the target's context, or its sliding "
+                f"window, is {self.longest} tokens"
+            )
         unseen = [text for path in options.exclude for text in read_prompt_file(path)]
         self.filter = PromptFilter(unseen, options.exclude_words)
         self.started = time.monotonic()
@@ -178,10 +188,14 @@ class _Maker:
 
     def _own_turns(self, count: int) -> list[str]:
         prompts, starts = openings(self.tokenizer, count, self.seed)
+        opened = [pair for pair in zip(prompts, starts, strict=True) if len(pair[0]) < self.longest]
         rng = random.Random(self.seed)
-        jobs = [Job(tuple(prompt), 200, rng.choice((0.8, 1.0)), rng.getrandbits(31), min_p=0.04) for prompt in prompts]
+        jobs = []
+        for prompt, _ in opened:
+            most = min(_TURN_TOKENS, self.longest - len(prompt))
+            jobs.append(Job(tuple(prompt), most, rng.choice((0.8, 1.0)), rng.getrandbits(31), min_p=0.04))
         written = decode_all(self.tokenizer, self.generate(jobs, "user turns"))
-        turns = [user_turn(start, text) for start, text in zip(starts, written, strict=True)]
+        turns = [user_turn(start, text) for (_, start), text in zip(opened, written, strict=True)]
         kept = [turn for turn in turns if self.filter.keep(turn)]
         log.info("user turns: kept %d of %d (%s)", len(kept), len(turns), dict(self.filter.dropped))
         return kept
@@ -204,7 +218,8 @@ class _Maker:
 
     def answer(self, prompts: Sequence[list[int]]) -> Sequences:
         """Answers at the mix of temperatures; prompts that are too long are dropped."""
-        kept = [prompt for prompt in prompts if len(prompt) <= self.options.max_prompt]
+        kept = [prompt for prompt in prompts if len(prompt) <= self.max_prompt]
+        self.filter.dropped["too long"] += len(prompts) - len(kept)
         shares, temperatures = zip(*self.options.temperatures, strict=True)
         rng = random.Random(self.seed + len(kept))
         jobs = [
@@ -219,11 +234,11 @@ class _Maker:
         """Runs the jobs; those that fit short slots first, then the long ones in fewer, longer slots."""
         options = self.options
         results: list[list[int]] = [[] for _ in jobs]
-        long_length = options.max_prompt + options.max_answer
+        short_length, long_length = min(options.slot_tokens, self.longest), self.max_prompt + options.max_answer
         sizes = [len(job.prompt) + job.max_new for job in jobs]
         groups = [
-            ([j for j, size in enumerate(sizes) if size <= options.slot_tokens], options.slot_tokens),
-            ([j for j, size in enumerate(sizes) if size > options.slot_tokens], long_length),
+            ([j for j, size in enumerate(sizes) if size <= short_length], short_length),
+            ([j for j, size in enumerate(sizes) if size > short_length], long_length),
         ]
         for members, length in groups:
             if not members:
@@ -326,6 +341,21 @@ class BatchOrder:
                 batches = self.epoch(number)
             yield batches[position]
             position += self.world_size
+
+
+def with_anchors(sequences: Sequences, max_sequence: int) -> Sequences:
+    """Those in which something can be learnt once they are cut to max_sequence: an answer token with a successor.
+
+    Raises ConfigError where fewer than two are left, one to train on and one to measure on.
+    """
+    starts = sequences.prompt_len.long().clamp(min=1)
+    usable = (sequences.lengths.clamp(max=max_sequence) - 1 > starts).nonzero().flatten().tolist()
+    if len(usable) < 2:
+        raise ConfigError(
+            f"prompts: {len(usable)} of {len(sequences)} sequences have an answer of two tokens or more within "
+            f"max_sequence ({max_sequence}); at least 2 are needed"
+        )
+    return sequences if len(usable) == len(sequences) else sequences.subset(usable)
 
 
 def split_heldout(count: int, share: float, seed: int) -> tuple[list[int], list[int]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from exactspec.errors import ConfigError
 
@@ -56,10 +59,7 @@ def recipe_for(algorithm: str, **changes: object) -> Recipe:
     """The algorithm's recipe with some fields changed. Raises ConfigError for an unknown name or field."""
     if algorithm not in RECIPES:
         raise ConfigError(f"algorithm: {algorithm!r} is not one of {', '.join(RECIPES)}")
-    known = {f.name for f in fields(Recipe)}
-    for name in changes:
-        if name not in known:
-            raise ConfigError(f"recipe: {name!r} is not a setting; the settings are {', '.join(sorted(known))}")
+    _check(Recipe, changes)
     return replace(RECIPES[algorithm], **changes)  # type: ignore[arg-type]
 
 
@@ -114,18 +114,60 @@ class TrainOptions:
         return self.data_folder or self.out / "data"
 
 
-def make_options(target: str, algorithm: str, out: str | Path, **settings: object) -> TrainOptions:
-    """Options from flat settings: names of Recipe and DataOptions fields go where they belong."""
+def make_options(target: str, algorithm: str, out: str | Path, **settings: Any) -> TrainOptions:
+    """Options from flat settings: names of Recipe and DataOptions fields go where they belong. Raises ConfigError
+    naming the setting, before anything runs: a run may make data for hours before it reads some of them."""
     data_names = {f.name for f in fields(DataOptions)}
     run_names = {f.name for f in fields(TrainOptions)} - {"target", "algorithm", "out", "recipe", "data"}
+    known = {f.name for f in fields(Recipe)} | data_names | run_names
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"{name!r} is not a setting; the settings are {', '.join(sorted(known))}")
+    for name in _PATHS & settings.keys():
+        settings[name] = None if settings[name] is None else Path(settings[name])
     data = {name: value for name, value in settings.items() if name in data_names}
     run = {name: value for name, value in settings.items() if name in run_names}
     recipe = {name: value for name, value in settings.items() if name not in data and name not in run}
+    _check(DataOptions, data)
+    _check(TrainOptions, run)
     return TrainOptions(
         target=target,
         algorithm=algorithm,
         out=Path(out),
         recipe=recipe_for(algorithm, **recipe),
-        data=DataOptions(**data),  # type: ignore[arg-type]
-        **run,  # type: ignore[arg-type]
+        data=DataOptions(**data),
+        **run,
     )
+
+
+_PATHS = {"prompts", "data_folder", "init_from"}
+_FROM_ZERO = {
+    "warmup_steps", "markov_rank", "seed", "mask_token_id", "num_self_prompts", "num_template_prompts",
+    "num_long_prompts", "ce_weight", "l1_weight", "confidence_weight", "coupled_weight", "muon_lr", "adam_lr",
+    "markov_lr_scale",
+}  # fmt: skip
+_LEAST = {"max_answer": 2, "max_sequence": 4}  # an anchor is an answer token with a successor
+_NAMES = {"int": "an integer", "float": "a finite number", "bool": "true or false"}
+_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+
+
+def _check(owner: type, values: Mapping[str, Any]) -> None:
+    """Numbers must be finite and of the field's kind, integers at least 1 and floats above 0 unless listed above."""
+    kinds = {f.name: str(f.type) for f in fields(owner)}
+    for name, value in values.items():
+        kind, _, optional = kinds[name].partition(" | ")
+        if kind.startswith("tuple") and not isinstance(value, tuple | list) and not (value is None and optional):
+            raise ConfigError(f"{name}: must be values with commas between, got {value!r}")
+        if kind not in _KINDS or (value is None and optional):
+            continue
+        is_number = isinstance(value, _KINDS[kind]) and isinstance(value, bool) == (kind == "bool")
+        if not is_number or not math.isfinite(value):
+            raise ConfigError(f"{name}: must be {_NAMES[kind]}, got {value!r}")
+        if kind == "int":
+            least = _LEAST.get(name, 0 if name in _FROM_ZERO else 1)
+            if value < least:
+                raise ConfigError(f"{name}: must be at least {least}, got {value}")
+        elif kind == "float" and (value < 0 or (value == 0 and name not in _FROM_ZERO)):
+            raise ConfigError(f"{name}: must be {'at least' if name in _FROM_ZERO else 'above'} 0, got {value}")
+    if values.get("heldout_share", 0.5) >= 1:
+        raise ConfigError(f"heldout_share: must be below 1, got {values['heldout_share']}")

@@ -22,7 +22,7 @@ from exactspec.draft.checkpoint import TargetFacts, check_fit, load_block_model,
 from exactspec.draft.config import parse_draft_config
 from exactspec.errors import ConfigError, DeviceError
 from exactspec.model.weights import LoadedTarget
-from exactspec.train.data import build_shard, describe, load_shards, split_heldout
+from exactspec.train.data import build_shard, describe, load_shards, split_heldout, with_anchors
 from exactspec.train.frozen import FrozenTarget
 from exactspec.train.new_draft import draft_config, new_block_model
 from exactspec.train.options import TrainOptions
@@ -41,6 +41,8 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     """
     device = pick_device(options.device)
     ranks = join_ranks(device)
+    if options.max_seconds is not None and ranks.world_size > 1:
+        raise ConfigError("max_seconds: with several processes give steps instead (clocks differ)")
     options.out.mkdir(parents=True, exist_ok=True)
     if loaded is None:
         from exactspec.model.loader import load_target
@@ -55,16 +57,18 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
         build_shard(loaded, target, options.data, options.seed, options.data_path, ranks.rank, num_shards)
     ranks.barrier()
     sequences = load_shards(options.data_path, num_shards)
-    if int(sequences.tokens.max()) >= loaded.config.vocab_size:
+    data_hash = sequences.digest()
+    if len(sequences) and int(sequences.tokens.max()) >= loaded.config.vocab_size:
         raise ConfigError(
             f"data_folder: {options.data_path} holds token {int(sequences.tokens.max())}, but the target's vocabulary "
             f"has {loaded.config.vocab_size} rows: it was made with another target"
         )
+    sequences = with_anchors(sequences, options.recipe.max_sequence)
     training, heldout = split_heldout(len(sequences), options.data.heldout_share, options.seed)
     model = new_block_model(config, loaded.weights.embed, options.seed)
     if options.init_from is not None:
         start_from(model, options.init_from, loaded)
-    facts = run_facts(options, config, sequences.digest(), ranks)
+    facts = run_facts(options, config, data_hash, ranks)
     trainer = Trainer(
         options,
         target,
@@ -91,6 +95,8 @@ def complete_shards(folder: Path) -> int:
 
 def pick_device(name: str) -> torch.device:
     """ "auto": CUDA where there is one. On CUDA the local rank picks the card."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device: must be auto, cpu or cuda, got {name!r}")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":

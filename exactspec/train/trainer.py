@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from exactspec.draft.block_model import BlockModel
-from exactspec.errors import ConfigError, ExactSpecError
+from exactspec.errors import ExactSpecError
 from exactspec.train.blocks import BlockBatch, Prefetcher, make_blocks
 from exactspec.train.data import BatchOrder, Sequences, make_batch
 from exactspec.train.frozen import FrozenTarget
@@ -63,8 +63,6 @@ class Trainer:
         self.state_root = options.out / "state"
         self.progress = Progress()
         self.interrupted = False
-        if options.max_seconds is not None and ranks.world_size > 1:
-            raise ConfigError("max_seconds: with several processes give steps instead (clocks differ)")
         saved = newest_state(self.state_root) if options.resume else None
         if saved is not None:
             self.progress = load_state(saved, self.model, self.optimizers, facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +13,18 @@ from fakes import EOS_ID, byte_tokenizer
 from train_fakes import frozen, small_target
 
 from exactspec.errors import CheckpointError, ConfigError
-from exactspec.train.data import BatchOrder, join, load_shards, make_batch, pack, split_heldout
+from exactspec.train.data import (
+    BatchOrder,
+    build_shard,
+    join,
+    load_shards,
+    make_batch,
+    pack,
+    split_heldout,
+    with_anchors,
+)
 from exactspec.train.generate import BatchGenerator, Job
-from exactspec.train.options import make_options
+from exactspec.train.options import DataOptions, make_options
 from exactspec.train.prompts import PromptFilter, frame_prompts, openings, read_prompt_file
 from exactspec.train.templates import long_prompt, template_prompts
 
@@ -178,3 +188,59 @@ def test_settings_are_sorted_into_their_places_and_unknown_ones_named(tmp_path):
         make_options("m", "dspark", tmp_path, stepps=5)
     with pytest.raises(ConfigError, match="algorithm: 'medusa' is not one of dspark, dflash"):
         make_options("m", "medusa", tmp_path)
+    assert make_options("m", "dspark", tmp_path, data_folder="elsewhere").data_path == Path("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("gamma", 0, "gamma: must be at least 1, got 0"),
+        ("num_layers", "x", "num_layers: must be an integer, got 'x'"),
+        ("steps", 1.5, "steps: must be an integer, got 1.5"),
+        ("num_anchors", True, "num_anchors: must be an integer, got True"),
+        ("max_sequence", 1, "max_sequence: must be at least 4, got 1"),
+        ("adam_lr", -1.0, "adam_lr: must be at least 0, got -1.0"),
+        ("loss_decay", 0, "loss_decay: must be above 0, got 0"),
+        ("muon_lr", float("nan"), "muon_lr: must be a finite number, got nan"),
+        ("heldout_share", 1.0, "heldout_share: must be below 1, got 1.0"),
+        ("log_every", 0, "log_every: must be at least 1, got 0"),
+        ("max_seconds", 0, "max_seconds: must be above 0, got 0"),
+        ("seed", -1, "seed: must be at least 0, got -1"),
+        ("target_layer_ids", 3, "target_layer_ids: must be values with commas between, got 3"),
+        ("resume", 1, "resume: must be true or false, got 1"),
+    ],
+)
+def test_settings_are_checked_before_anything_runs(setting, value, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        make_options("m", "dspark", tmp_path, **{setting: value})
+
+
+def test_sequences_without_an_anchor_are_left_out():
+    """Cut to max_sequence, a long prompt leaves nothing of its answer: a batch of such sequences has no rows."""
+    rows = pack([[1] * 4 + [2, 3], [1] * 9 + [2, 3], [1] * 3 + [2]], [4, 9, 3])
+    both = join([rows, rows])
+    kept = with_anchors(both, max_sequence=8)
+    assert [kept.row(i).tolist() for i in range(len(kept))] == [[1, 1, 1, 1, 2, 3]] * 2
+    assert with_anchors(kept, 8) is kept
+    with pytest.raises(ConfigError, match=r"1 of 3 sequences .* max_sequence \(8\); at least 2 are needed"):
+        with_anchors(rows, max_sequence=8)
+
+
+@pytest.mark.parametrize("changes", [{"context_length": 200, "max_context": 200}, {"windows": (None, 200, None, 200)}])
+def test_data_stay_within_the_context_and_the_window_of_the_target(changes, tmp_path):
+    """Prompts that leave no room for an answer are left out and counted; where none can fit the setting is named."""
+    loaded = small_target(**changes)
+    lines = [json.dumps({"prompt": f"{'what about that ' * repeats}number {repeats}"}) for repeats in (1, 2, 3, 15, 20)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    options = DataOptions(prompts=tmp_path / "prompts.jsonl", max_answer=20, slots=4)
+    build_shard(loaded, frozen(loaded), options, 0, tmp_path / "data", 0, 1)
+    made = load_shards(tmp_path / "data", 1)
+    assert 1 <= len(made) <= 3
+    assert int(made.lengths.max()) <= 200
+    facts = json.loads((tmp_path / "data" / "sequences-0-of-1.json").read_text())
+    assert facts["dropped"]["too long"] >= 2
+    own = DataOptions(num_self_prompts=3, num_template_prompts=40, num_long_prompts=0, max_answer=20, slots=4)
+    build_shard(loaded, frozen(loaded), own, 0, tmp_path / "own", 0, 1)
+    assert int(load_shards(tmp_path / "own", 1).lengths.max()) <= 200
+    with pytest.raises(ConfigError, match=r"max_answer: 320 leaves no room for a prompt: .* is 200 tokens"):
+        build_shard(loaded, frozen(loaded), DataOptions(), 0, tmp_path / "none", 0, 1)
