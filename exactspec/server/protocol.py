@@ -18,6 +18,36 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
+class SamplingBody(BaseModel):
+    """The sampling_params of /generate, for the published schema: the values are checked in params.py."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_new_tokens: int | None = Field(128, ge=0, description="null: as many as the context holds.")
+    min_new_tokens: int | None = Field(0, ge=0)
+    temperature: float | None = Field(1.0, ge=0, description="0 is greedy.")
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(-1, ge=-1, description="-1: all.")
+    min_p: float | None = Field(0.0, ge=0, le=1)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float | None = Field(1.0, gt=0, le=2)
+    stop: StrOrList = None
+    stop_regex: StrOrList = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    no_stop_trim: bool | None = False
+    n: int | None = Field(1, ge=1)
+    json_schema: str | None = Field(None, description="A JSON schema document as a string.")
+    regex: str | None = None
+    ebnf: str | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Token ids to numbers.")
+    sampling_seed: int | None = None
+    stream_interval: int | None = Field(None, ge=1, description="Least tokens of a streamed event.")
+
+
 class GenerateBody(Body):
     """POST /generate."""
 
@@ -183,9 +213,13 @@ def schema_of(kind: type[Body]) -> dict[str, Any]:
     """The OpenAPI requestBody of a route; the parts it refers to are in `schema_parts`."""
     schema = kind.model_json_schema(ref_template=REF)
     schema.pop("$defs", None)
+    if kind is GenerateBody:
+        one = {"$ref": REF.format(model=SamplingBody.__name__)}
+        schema["properties"]["sampling_params"] = {"anyOf": [one, {"type": "array", "items": one}, {"type": "null"}]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def schema_parts() -> dict[str, Any]:
     """The OpenAPI components of all bodies."""
-    return {kind.__name__: kind.model_json_schema(ref_template=REF) for kind in (StreamOptions, ChatMessage)}
+    kinds = (StreamOptions, ChatMessage, SamplingBody)
+    return {kind.__name__: kind.model_json_schema(ref_template=REF) for kind in kinds}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import httpx
 import pytest
 from conftest import Running, running_server
 from fake_engine import FakeTokenizer
+
+from exactspec.server.params import NATIVE_FIELDS
 
 TOKENIZER = FakeTokenizer()
 
@@ -51,6 +54,15 @@ def test_unknown_routes_and_unsupported_ones(server: Running) -> None:
     response = server.http.post("/start_profile")
     assert response.status_code == 400
     assert "start_profile" in response.json()["error"]["message"]
+
+
+def test_the_published_schema_names_what_is_accepted(server: Running) -> None:
+    schema = server.http.get("/openapi.json").json()
+    parts = schema["components"]["schemas"]
+    assert set(parts["SamplingBody"]["properties"]) == {*NATIVE_FIELDS, "sampling_seed", "stream_interval"}
+    text = json.dumps(schema)
+    for name in re.findall(r'"#/components/schemas/(\w+)"', text):
+        assert name in parts
 
 
 def test_tokenize_and_back(server: Running) -> None:
