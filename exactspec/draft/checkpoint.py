@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from exactspec.draft.block_model import BlockModel
 from exactspec.draft.compact import WEIGHTS_FILE, expand_tensors
 from exactspec.draft.config import CONFIG_FILE, BlockDraftConfig, read_draft_config
+from exactspec.draft.files import write_text, write_whole
 from exactspec.errors import CheckpointError
 from exactspec.model.checkpoint import shard_names
 
@@ -42,18 +42,14 @@ def load_block_model(folder: str | Path) -> BlockModel:
 
 
 def save_block_model(model: BlockModel, folder: str | Path, config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Writes weights in `dtype` and config.json, each first under another name, then moved into place (atomic)."""
+    """Writes weights in `dtype` and config.json, each whole or not at all (ConfigError)."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()}
-    part = folder / (WEIGHTS_FILE + ".part")
-    save_file(tensors, part, metadata={"format": "pt"})
-    os.replace(part, folder / WEIGHTS_FILE)
-    part = folder / (CONFIG_FILE + ".part")
-    part.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, folder / CONFIG_FILE)
+    write_whole(folder / WEIGHTS_FILE, lambda part: save_file(tensors, part, metadata={"format": "pt"}))
+    write_text(folder / CONFIG_FILE, json.dumps(config, indent=1) + "\n")
 
 
 def read_tensors(folder: str | Path) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from exactspec.draft.files import write_text, write_whole
 from exactspec.draft.vocabulary import VOCAB_FILE
 from exactspec.errors import CheckpointError
 
@@ -83,9 +84,9 @@ def compact_checkpoint(source: str | Path, destination: str | Path) -> None:
         raise CheckpointError(f"{destination / WEIGHTS_FILE}: exists already")
     destination.mkdir(parents=True, exist_ok=True)
     stored = compact_tensors(read_tensors(source))
-    save_file(stored, destination / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_whole(destination / WEIGHTS_FILE, lambda part: save_file(stored, part, metadata={"format": "pt"}))
     config = json.loads((source / CONFIG_FILE).read_text(encoding="utf-8"))
-    (destination / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_text(destination / CONFIG_FILE, json.dumps(config, indent=1) + "\n")
     for name in (CALIBRATION_FILE, VOCAB_FILE):
         if (source / name).exists():
             shutil.copyfile(source / name, destination / name)

@@ -8,13 +8,13 @@ Stored beside the weights as draft_vocab.json: {"token_ids": [rising ids]}.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from exactspec.draft.files import write_text
 from exactspec.errors import CheckpointError
 
 VOCAB_FILE = "draft_vocab.json"
@@ -29,9 +29,7 @@ def frequent_tokens(counts: Mapping[int, int], size: int, vocab_size: int) -> li
 
 def write_draft_vocab(folder: str | Path, token_ids: list[int]) -> None:
     """Stores a short vocabulary beside a checkpoint, atomically."""
-    part = Path(folder) / (VOCAB_FILE + ".part")
-    part.write_text(json.dumps({"token_ids": token_ids}, separators=(",", ":")) + "\n", encoding="utf-8")
-    os.replace(part, Path(folder) / VOCAB_FILE)
+    write_text(Path(folder) / VOCAB_FILE, json.dumps({"token_ids": token_ids}, separators=(",", ":")) + "\n")
 
 
 def read_draft_vocab(folder: str | Path, vocab_size: int) -> list[int] | None:

@@ -8,7 +8,8 @@ being fixed already: left to right.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def area_under_curve(chance: Floats, outcome: NDArray[np.bool_]) -> float:
 def fit_calibration(rounds: Rounds) -> Calibration:
     """Scales for greedy rounds and for rounds at temperature 1 and above. Where there are none of a kind, those of
     the other stand in. Raises ConfigError without confidences or with too few rounds."""
+    if not len(rounds.confidence):
+        raise ConfigError("max_new_tokens: the rollouts had no round; the first token comes without one")
     if np.isnan(rounds.confidence).all():
         raise ConfigError("draft: it has no confidence head, so there is nothing to calibrate")
     fits = []
@@ -177,8 +180,13 @@ def calibrate(
     gamma = read_draft_config(folder).gamma
     if num_prompts < 4:
         raise ConfigError(f"num_prompts: must be at least 4, got {num_prompts}")
-    llm = LLM(target, draft=str(_uncalibrated(folder)), device=device, **engine_options)
+    if not any(t == 0.0 or t >= 1.0 for t in temperatures):
+        raise ConfigError("temperatures: name 0, or one of at least 1")
+    with _set_aside(folder / CALIBRATION_FILE):  # an old calibration would be applied to what is to be measured
+        llm = LLM(target, draft=str(folder), device=device, **engine_options)
     turns = read_prompt_file(prompts)[:num_prompts] if prompts else own_turns(llm, num_prompts, seed)
+    if len(turns) < 4:
+        raise ConfigError(f"prompts: {len(turns)} are too few, 4 are the least")
     ids = frame_prompts(llm.tokenizer, turns, _PROMPT_SEED)
     params = [
         SamplingParams(max_new_tokens=max_new_tokens, temperature=temperatures[i % len(temperatures)], seed=seed + i)
@@ -204,12 +212,17 @@ def calibrate(
     return content
 
 
-def _uncalibrated(folder: Path) -> Path:
-    """The folder itself; an old calibration would be applied to what is to be measured, so it moves aside."""
-    old = folder / CALIBRATION_FILE
-    if old.exists():
-        old.replace(folder / (CALIBRATION_FILE + ".old"))
-    return folder
+@contextmanager
+def _set_aside(file: Path) -> Iterator[None]:
+    """The file is not there meanwhile, and back afterwards, whatever happens."""
+    aside = file.with_name(file.name + ".aside")
+    if file.exists():
+        file.replace(aside)
+    try:
+        yield
+    finally:
+        if aside.exists():
+            aside.replace(file)
 
 
 def own_turns(llm: LLM, count: int, seed: int) -> list[str]:

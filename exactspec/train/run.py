@@ -167,10 +167,8 @@ def _publish(
     """The served checkpoint, its provenance and the plot."""
     try:
         save_block_model(trainer.model, options.out, config, torch.bfloat16)
-    except OSError as error:
-        raise ConfigError(
-            f"{options.out}: the draft cannot be written ({error}); the training state is kept"
-        ) from error
+    except ConfigError as error:
+        raise ConfigError(f"{error}; so is the training state: the same command goes on from it") from error
     write_json(
         options.out / "provenance.json",
         {

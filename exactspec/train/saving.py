@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, flushed to the disk, then renamed."""
+"""What training writes: JSON, tensors and folders, each whole or absent."""
 
 from __future__ import annotations
 
@@ -10,35 +10,20 @@ from typing import Any
 
 from torch import Tensor
 
-from exactspec.errors import ConfigError
+from exactspec.draft.files import sync, write_text, write_whole
 
 
 def write_json(path: Path, content: Any) -> None:
     """JSON, atomically."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise _cannot_write(path, part, error) from error
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """Safetensors, atomically. A full disk leaves what was there before and raises ConfigError."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    part = path.with_name(path.name + ".part")
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, part)
-        sync(part)
-        os.replace(part, path)
-    except (OSError, SafetensorError) as error:
-        raise _cannot_write(path, part, error) from error
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_whole(path, lambda part: save_file(kept, part))
 
 
 def publish_folder(part: Path, folder: Path) -> None:
@@ -50,16 +35,3 @@ def publish_folder(part: Path, folder: Path) -> None:
         shutil.rmtree(folder)
     os.replace(part, folder)
     sync(folder.parent)
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _cannot_write(path: Path, part: Path, error: Exception) -> ConfigError:
-    part.unlink(missing_ok=True)
-    return ConfigError(f"{path}: cannot be written ({error}); is the disk full? What was saved before is untouched")

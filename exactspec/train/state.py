@@ -67,9 +67,10 @@ def load_state(folder: Path, model: BlockModel, optimizers: Optimizers, facts: d
         content = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         weights: dict[str, Tensor] = load_file(folder / "model.safetensors")
         moments: dict[str, Tensor] = load_file(folder / "optimizer.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
+        stored: dict[str, Any] = content["facts"]
+        progress = Progress(int(content["step"]), float(content["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: not a whole training checkpoint ({error})") from error
-    stored = content["facts"]
     for key in sorted(facts.keys() | stored.keys()):
         if facts.get(key) != stored.get(key):
             raise ConfigError(
@@ -78,4 +79,4 @@ def load_state(folder: Path, model: BlockModel, optimizers: Optimizers, facts: d
             )
     model.load_state_dict(weights)
     optimizers.load_state_tensors(moments)
-    return Progress(int(content["step"]), float(content["seconds"]))
+    return progress

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from exactspec.draft.block_model import BlockModel
+from exactspec.draft.files import write_text
 from exactspec.errors import ExactSpecError
 from exactspec.train.blocks import BlockBatch, Prefetcher, make_blocks
 from exactspec.train.data import BatchOrder, Sequences, make_batch
@@ -117,6 +118,7 @@ class Trainer:
             if step % options.heldout_every == 0 and not last:
                 self._emit({"step": step, **self.measure_heldout()})
             if step % options.checkpoint_every == 0 and not last:
+                self._check_finite(window)
                 self.save()
         self._check_finite(window)
         self.save()
@@ -160,8 +162,12 @@ class Trainer:
 
     def _emit(self, metrics: dict[str, Any]) -> dict[str, Any]:
         if self.ranks.is_first:
-            with open(self.options.out / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(metrics) + "\n")
+            path = self.options.out / "metrics.jsonl"
+            try:
+                with open(path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(metrics) + "\n")
+            except OSError as error:
+                raise TrainingError(f"{path}: cannot be written ({error}). {self._what_is_kept()}") from error
             self.report(metrics)
         return metrics
 
@@ -170,8 +176,8 @@ class Trainer:
         path = self.options.out / "metrics.jsonl"
         if self.ranks.is_first and path.exists():
             lines = path.read_text(encoding="utf-8").splitlines()
-            kept = [line for line in lines if json.loads(line)["step"] <= self.progress.step]
-            path.write_text("".join(line + "\n" for line in kept if self.progress.step), encoding="utf-8")
+            kept = [line for line in lines if (_step_of(line) or math.inf) <= self.progress.step]
+            write_text(path, "".join(line + "\n" for line in kept))
         self.ranks.barrier()
 
     @torch.no_grad()
@@ -196,6 +202,8 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ keeping
 
     def save(self) -> None:
+        if not all(bool(param.isfinite().all()) for param in self.model.parameters()):
+            raise self._not_finite()
         if self.ranks.is_first:
             save_state(self.state_root, self.model, self.optimizers, self.progress, self.facts)
         self.ranks.barrier()
@@ -206,10 +214,13 @@ class Trainer:
 
     def _check_finite(self, window: _Window) -> None:
         if not window.is_finite():
-            raise TrainingError(
-                f"the loss is not finite at step {self.progress.step}: lower muon_lr ({self.recipe.muon_lr}) or "
-                f"adam_lr ({self.recipe.adam_lr}), or lengthen warmup_steps. {self._what_is_kept()}"
-            )
+            raise self._not_finite()
+
+    def _not_finite(self) -> TrainingError:
+        return TrainingError(
+            f"loss or weights are not finite at step {self.progress.step}: lower muon_lr ({self.recipe.muon_lr}) or "
+            f"adam_lr ({self.recipe.adam_lr}), or lengthen warmup_steps. {self._what_is_kept()}"
+        )
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -228,6 +239,14 @@ class Trainer:
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
+
+
+def _step_of(line: str) -> int | None:
+    """The step of a line of metrics; None for half a line, which a run that was killed may leave."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _compile_layers(model: BlockModel) -> None:

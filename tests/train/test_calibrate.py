@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,9 +77,29 @@ def test_a_draft_without_confidence_and_too_few_rounds_are_refused():
     rounds = made_rounds([1.0] * 4, count=50)
     with pytest.raises(ConfigError, match="50 rounds are too few"):
         fit_calibration(rounds)
+    with pytest.raises(ConfigError, match="had no round"):
+        fit_calibration(made_rounds([1.0] * 4, count=0))
     rounds.confidence[:] = np.nan
     with pytest.raises(ConfigError, match="no confidence head"):
         fit_calibration(rounds)
+
+
+def test_a_calibration_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
+    (tmp_path / "calibration.json").write_text('{"temperatures": [1.0]}')
+    monkeypatch.setattr(module, "read_draft_config", lambda folder: SimpleNamespace(gamma=1))
+    seen = []
+
+    def no_memory(name, draft, **options):
+        seen.append(sorted(path.name for path in Path(draft).glob("calibration.json")))
+        raise MemoryError
+
+    monkeypatch.setattr(module, "LLM", no_memory)
+    with pytest.raises(MemoryError):
+        calibrate("toy", tmp_path)
+    assert seen == [[]]  # while the draft is loaded for measuring, no calibration is applied
+    assert [path.name for path in tmp_path.iterdir()] == ["calibration.json"]
+    with pytest.raises(ConfigError, match="temperatures: name 0, or one of at least 1"):
+        calibrate("toy", tmp_path, temperatures=(0.7,))
 
 
 def test_what_a_round_tells_about_each_draft(tmp_path):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from toy import chain_target, toy_llm, toy_options
 from train_fakes import CPU
 
@@ -201,8 +202,34 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_whole(target, t
     assert train(options, target, report=lambda metrics: None)["step"] == 20
 
 
-def test_nan_loss_stops_with_advice_and_saves_nothing_bad(target, tmp_path, monkeypatch):
-    options = toy_options(tmp_path, "dflash", steps=20, log_every=4, checkpoint_every=4)
+def test_a_draft_that_cannot_be_written_leaves_the_state_to_go_on_from(target, tmp_path, monkeypatch):
+    """The disk is full when the finished draft is written; the same command later writes it."""
+    import safetensors.torch as writer
+
+    options = toy_options(tmp_path, "dflash", steps=2)
+    save_file = writer.save_file
+
+    def full_disk(tensors, path, **options):
+        if "metadata" in options:  # the served draft, not the training state
+            Path(path).write_bytes(b"half")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        save_file(tensors, path, **options)
+
+    monkeypatch.setattr(writer, "save_file", full_disk)
+    with pytest.raises(ConfigError, match=r"model.safetensors: cannot be written .*No space left.* training state"):
+        train(options, target, report=lambda metrics: None)
+    assert sorted(path.name for path in options.out.iterdir()) == ["metrics.jsonl", "state"]
+    monkeypatch.undo()
+    with open(options.out / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"ste')  # half a line, which a full disk leaves as well
+    assert train(options, target, report=lambda metrics: None)["step"] == 2
+    assert (options.out / "model.safetensors").exists()
+    assert all(json.loads(line)["step"] <= 2 for line in (options.out / "metrics.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("log_every", [4, 50])
+def test_nan_loss_stops_with_advice_and_saves_nothing_bad(log_every, target, tmp_path, monkeypatch):
+    options = toy_options(tmp_path, "dflash", steps=20, log_every=log_every, checkpoint_every=4)
     step = Trainer._step
 
     def poisoned(self, blocks, rate):
