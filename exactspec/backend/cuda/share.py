@@ -87,16 +87,16 @@ def _ragged_kernel(
     first = tl.sum(tl.load(lens + every, mask=every < r, other=-1) + 1, 0)
     tl.store(q_start + r, first)
     if r == R:
-        lane = tl.arange(0, TAIL)
+        at_end = tl.arange(0, TAIL)
         for start in tl.range(first, T, TAIL):
-            row = start + lane
-            ok = row < T
-            tl.store(token_ids + row, lane * 0, mask=ok)
-            tl.store(row_positions + row, lane * 0, mask=ok)
-            tl.store(slots + row, lane * 0 - 1, mask=ok)
-            tl.store(row_seeds + row, lane * 0, mask=ok)
-            tl.store(row_outputs + row, lane * 0, mask=ok)
-            tl.store(row_temperatures + row, lane * 0.0, mask=ok)
+            nobody = start + at_end
+            there = nobody < T
+            tl.store(token_ids + nobody, at_end * 0, mask=there)
+            tl.store(row_positions + nobody, at_end * 0, mask=there)
+            tl.store(slots + nobody, at_end * 0 - 1, mask=there)
+            tl.store(row_seeds + nobody, at_end * 0, mask=there)
+            tl.store(row_outputs + nobody, at_end * 0, mask=there)
+            tl.store(row_temperatures + nobody, at_end * 0.0, mask=there)
     else:
         lane = tl.arange(0, BLOCK)
         length = tl.load(lens + r)
