@@ -117,7 +117,9 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return error_response(request.url.path, ApiError(error.status_code, str(error.detail)))
+    response = error_response(request.url.path, ApiError(error.status_code, str(error.detail)))
+    response.headers.update(error.headers or {})  # a 405 says which methods are allowed
+    return response
 
 
 class Gate:
@@ -131,6 +133,7 @@ class Gate:
         self.app = app
         self.server = server
         self.handlers = {(path, method): handler for path, methods, handler, _ in ROUTES for method in methods}
+        self.handlers |= {(path, "HEAD"): handler for path, methods, handler, _ in ROUTES if methods == ["GET"]}
         self.paths = {path for path, *_ in ROUTES}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -27,7 +27,10 @@ async def chat_completions(request: Request) -> Response:
     server = server_of(request)
     body = parse_body(ChatBody, await request.body())
     answer_id = openai.new_id("chatcmpl", body)
-    generation = server.generation([await _parse(body, server, answer_id)], OPENAI_NAMES)
+    names = OPENAI_NAMES | {"prompt": "messages" if body.input_ids is None else "input_ids"}
+    if body.max_completion_tokens is not None:
+        names["max_new_tokens"] = "max_completion_tokens"
+    generation = server.generation([await _parse(body, server, answer_id)], names)
     if body.stream:
         shell = openai.head("chat.completion.chunk", answer_id, body, server)
         return await openai.stream_response(request, body, shell, generation, Pieces(server, body).render)

@@ -319,6 +319,22 @@ def test_the_official_client(server: Running) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"input_ids": [99999]}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"messages": [{"role": "user", "content": "a" * 5000}]}, "messages"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+    ],
+)
+def test_chat_refusals_name_fields_of_chat(server: Running, body: dict[str, Any], field: str) -> None:
+    response = server.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], **body})
+    assert response.status_code == 400
+    assert response.json()["message"].startswith(f"{field}:")
+
+
 def test_chat_input_ids_bypass_the_template(server: Running) -> None:
     ids = [START, *TOKENIZER.encode("SAY:t")]
     answer = ask(
