@@ -122,7 +122,8 @@ class GrammarCompiler:
 
     def owner(self, params: SamplingParams) -> MaskOwner:
         """A new owner at the start of the request's grammar."""
-        return MaskOwner(self.compile(params), self._vocab_size, self._eos_ids)
+        kind, _ = _source(params) or ("grammar", "")
+        return MaskOwner(self.compile(params), self._vocab_size, self._eos_ids, kind)
 
     @property
     def num_cached(self) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+TIMEOUT_S = 0.5  # processor time of one call; only grammars of exploding ambiguity come near
 
 
 class MaskOwner:
@@ -16,11 +19,14 @@ class MaskOwner:
     The matcher stands at the committed output plus `ahead`, a run of draft tokens it has been walked along; asking
     for another run steps back to where the two part. A finished matcher (EOS accepted) is never asked anything, only
     stepped back. The mask of each position is computed once and kept until its position is stepped over.
+    `name` is the request's field, for messages.
     """
 
-    def __init__(self, compiled: Any, vocab_size: int, eos_ids: Iterable[int]) -> None:
+    def __init__(self, compiled: Any, vocab_size: int, eos_ids: Iterable[int], name: str = "grammar") -> None:
         import xgrammar
 
+        self._name = name
+        self._slowest = 0.0  # seconds of the slowest call
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._vocab_size = vocab_size
         self._eos_ids = sorted(i for i in eos_ids if i < vocab_size)
@@ -29,6 +35,13 @@ class MaskOwner:
         self._masks: list[Tensor] = []  # masks[j]: after ahead[:j]; filled on demand
         self.terminated = False
         """The grammar is complete and its EOS committed (or a token was committed that it does not know)."""
+
+    @property
+    def overrun(self) -> str | None:
+        """Why the request must be aborted: following its grammar holds up everybody's steps. None if it does not."""
+        if self._slowest <= TIMEOUT_S:
+            return None
+        return f"{self._name}: following it took {self._slowest:.2f} s in one step; at most {TIMEOUT_S:g} s are allowed"
 
     @property
     def can_start(self) -> bool:
@@ -56,6 +69,12 @@ class MaskOwner:
     def _rows(self, drafts: Sequence[int]) -> list[Tensor]:
         if self.terminated:
             return [self._eos_only()] * (len(drafts) + 1)
+        began = time.thread_time()
+        rows = self._compute_rows(drafts)
+        self._slowest = max(self._slowest, time.thread_time() - began)
+        return rows
+
+    def _compute_rows(self, drafts: Sequence[int]) -> list[Tensor]:
         self._walk(drafts)
         over = bool(self._matcher.is_terminated())
         if not over:
@@ -67,6 +86,11 @@ class MaskOwner:
 
     def advance(self, tokens: Iterable[int]) -> None:
         """Commits tokens. Nothing after the end is looked at."""
+        began = time.thread_time()
+        self._commit(tokens)
+        self._slowest = max(self._slowest, time.thread_time() - began)
+
+    def _commit(self, tokens: Iterable[int]) -> None:
         for token in tokens:
             if self.terminated:
                 return

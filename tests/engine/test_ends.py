@@ -6,6 +6,7 @@ import pytest
 from fakes import tiny_model
 from scripted import ScriptedDrafter, make_engine, oracle, request, run, silent
 
+from exactspec.grammar import owner
 from exactspec.text.stops import SlowPattern
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -126,3 +127,18 @@ def test_a_stop_regex_that_explodes_ends_its_own_request_only(target, greedy):
     assert finishes["bad"].kind == "abort"
     assert "stop_regex" in finishes["bad"].message
     assert finishes["good"].kind == "length"
+
+
+def test_a_grammar_that_explodes_ends_its_own_request_only(target, greedy, monkeypatch):
+    """Each step of this pattern takes longer than the one before, seconds at last, and everybody waits for it."""
+    monkeypatch.setattr(owner, "TIMEOUT_S", 0.02)
+    engine = make_engine(ScriptedDrafter(silent, 0), target=target)
+    asked = {"temperature": 0.0, "max_new_tokens": 40, "ignore_eos": True, "logprobs": 0}
+    bias = {target.tokenizer.encode("a")[0]: 100.0}
+    bad = request("bad", PROMPT, **asked, regex="((a{0,50}){0,50}){0,50}b", logit_bias=bias)
+    good = request("good", PROMPT, **asked, regex="[ab]{40}")
+    found = run(engine, [bad, good])
+    assert found["bad"].finish.kind == "abort"
+    assert "regex: following it took" in found["bad"].finish.message
+    assert 0 < len(found["bad"].token_ids) == len(found["bad"].logprobs) < 40
+    assert (found["good"].finish.kind, len(found["good"].token_ids)) == ("length", 40)
