@@ -41,11 +41,13 @@ class TransformersContender:
         ids = torch.tensor([[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts, strict=True)])
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding])
         first: list[float] = []
-        rounds = 0
+        forwards = 0
+
+        def count(*_: Any) -> None:
+            nonlocal forwards
+            forwards += 1
 
         def note(_ids: torch.Tensor, _scores: torch.Tensor, **_: Any) -> torch.Tensor:
-            nonlocal rounds
-            rounds += 1
             if not first:
                 _wait(device)
                 first.append(time.perf_counter())
@@ -54,6 +56,7 @@ class TransformersContender:
         options: dict[str, Any] = {"do_sample": temperature > 0, **self.options}
         if temperature > 0:
             options["temperature"] = temperature
+        counting = self.model.register_forward_pre_hook(count)
         began = time.perf_counter()
         try:
             out = self.model.generate(
@@ -65,12 +68,13 @@ class TransformersContender:
                 **options,
             )
         finally:
+            counting.remove()
             torch.set_num_threads(before)
         _wait(device)
         ended = time.perf_counter()
         if out.shape[1] != width + new_tokens:
             raise ConfigError(f"{self.name}: {out.shape[1] - width} tokens came, expected {new_tokens}")
-        accept_length = (new_tokens - 1) / max(rounds - 1, 1) if self.options else None
+        accept_length = (new_tokens - 1) / max(forwards - 1, 1) if self.options else None
         return Run((new_tokens - 1) * len(prompts), ended - first[0], first[0] - began, accept_length)
 
 

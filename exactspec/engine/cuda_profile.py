@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from exactspec.backend.cuda.graphs import GraphCache
 from exactspec.draft.base import Drafter
 from exactspec.engine.cuda_round import CudaRoundRunner
-from exactspec.engine.cuda_stage import REQUEST_BUCKETS, draft_levels, request_bucket
+from exactspec.engine.cuda_stage import draft_levels
 from exactspec.engine.profile import LEAST_SLOTS, made_up_request
 from exactspec.engine.verify_policy import VerifyAll
 from exactspec.model.target import TargetModel
@@ -40,18 +40,20 @@ class _Clock(VerifyAll):
 
 
 class RoundBench:
-    """Runs captured rounds of made-up requests on a pool of its own; what the pool holds does not matter."""
+    """Runs captured rounds of made-up requests on a pool of its own; what the pool holds does not matter.
 
-    def __init__(self, target: TargetModel, drafter: Drafter, max_requests: int) -> None:
+    buckets: numbers of requests, each of them one of REQUEST_BUCKETS.
+    """
+
+    def __init__(self, target: TargetModel, drafter: Drafter, buckets: Sequence[int] = BUCKETS) -> None:
         valid = min(target.tokenizer.vocab_size, target.config.vocab_size)
         sampler = Sampler(target.backend, target.config.vocab_size, valid, frozenset(target.eos_ids))
-        most = request_bucket(min(max_requests, REQUEST_BUCKETS[-1]))
         self.drafter = drafter
         self.policy = _Clock()
         self.runner = CudaRoundRunner(
-            target, drafter, sampler, self.policy, target.make_pool(LEAST_SLOTS), PAGE_SIZE, most, GraphCache()
+            target, drafter, sampler, self.policy, target.make_pool(LEAST_SLOTS), PAGE_SIZE, max(buckets), GraphCache()
         )
-        self.buckets = sorted({min(bucket, most) for bucket in BUCKETS})
+        self.buckets = buckets
         self._measured: tuple[Sizes, Sizes] | None = None
 
     def steps(self) -> Sizes:

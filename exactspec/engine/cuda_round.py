@@ -21,6 +21,7 @@ from torch import Tensor
 from exactspec.backend.base import KVPool
 from exactspec.backend.cuda import sampling
 from exactspec.backend.cuda.backend import CudaBackend
+from exactspec.backend.cuda.confidence import block_confidence
 from exactspec.backend.cuda.decode import RoundInputs, draft_rows, draw_step
 from exactspec.backend.cuda.graphs import ForwardGraphs, GraphCache, Graphs, Replay
 from exactspec.backend.cuda.linear import CudaLinear
@@ -29,6 +30,7 @@ from exactspec.backend.cuda.share import share_places, verify_rows
 from exactspec.backend.cuda.stack import CudaStack
 from exactspec.draft.base import Drafter
 from exactspec.draft.block import BlockDrafter
+from exactspec.draft.heads import ConfidenceHead
 from exactspec.engine.batch import Block, build_batch
 from exactspec.engine.cuda_stage import (
     REQUEST_BUCKETS,
@@ -265,7 +267,7 @@ class CudaRoundRunner(RoundRunner):
         """What the read-back means for the requests that are still there: the host only cuts and counts."""
         gamma, requests = self.drafter.gamma, flight.requests
         results, scores = self.stage.read(flight.slot, flight.shape, flight.num_rows)
-        rows: list[list[int]] = results[: len(requests)].tolist()
+        rows: list[list[int]] = results[: len(requests), : DRAFTS + 2 * gamma + 1].tolist()  # no survivals
         num_rows = rows[-1][Column.FIRST_ROW] + rows[-1][Column.VERIFIED] + 1
         hidden, logits, token_ids = flight.outputs
         part = _Part([], hidden[:num_rows], logits[:num_rows], token_ids[:num_rows])
@@ -321,10 +323,12 @@ class CudaRoundRunner(RoundRunner):
         hidden = hidden.view(bucket, gamma, -1)
         self._draw_block(drafter, base, hidden, inputs, noise)
         if self._wants_confidence:
-            drafts, temperatures = self.stage.drafts[:bucket], inputs.temperatures
-            confidence = cast(Tensor, drafter._confidence(hidden, inputs.anchors, drafts, temperatures)).float()
-            self.stage.confidence[:bucket] = confidence
-            self.stage.survival[:bucket] = confidence.nan_to_num(0.0).clamp(0.0, 1.0).cumprod(1)
+            head, stage = cast(ConfidenceHead, drafter._confidence_head).proj, self.stage
+            w1 = drafter._drawer._w1 if drafter._drawer.head is not None else None
+            block_confidence(
+                hidden, inputs.anchors, stage.drafts[:bucket], w1, head.weight, head.bias, drafter._scales,
+                inputs.temperatures, stage.confidence[:bucket], stage.survival[:bucket],
+            )  # fmt: skip
 
     def _draw_block(
         self,

@@ -54,6 +54,8 @@ def load_or_measure(
         return _measure_together(target, drafter, max_requests, step_key, draft_key)
     step = _load(folder, step_key)
     draft = _load(folder, draft_key) if drafter.capture_layers else None
+    if draft is not None and not _reaches(draft, max_requests):
+        step = draft = None
     if step is not None and (draft is not None or not drafter.capture_layers):
         return StepCosts(step, draft)
     logger.info("measuring step costs of %s on %s (kept for later starts)", target.name, target.backend.device)
@@ -65,6 +67,12 @@ def load_or_measure(
         draft = SpsTable.from_measurements(draft_key, *bench.drafts())
         draft.save(_path(folder, draft_key))
     return StepCosts(step, draft)
+
+
+def _reaches(draft: SpsTable, max_requests: int) -> bool:
+    """Whether a kept curve is of an engine for as many requests: one measured for a single request says nothing of 64,
+    and all that real steps correct would be that one point."""
+    return draft.rows[-1] >= max(count for count in DRAFT_REQUESTS if count <= max_requests)
 
 
 def _measure_together(
@@ -98,7 +106,7 @@ def _make_bench(target: TargetModel, drafter: Drafter, max_requests: int) -> Cos
         return _Bench(target, drafter, min(max_requests, DRAFT_REQUESTS[-1]))
     from exactspec.engine.cuda_profile import RoundBench
 
-    return RoundBench(target, drafter, max_requests)
+    return RoundBench(target, drafter)  # for any number of requests: it takes little longer
 
 
 def _key(target: TargetModel, what: str) -> SpsKey:

@@ -15,10 +15,13 @@ ON_DEVICE = torch.cuda.is_available()
 if not ON_DEVICE:
     os.environ["TRITON_INTERPRET"] = "1"
 
+from exactspec.backend.cuda.confidence import block_confidence
 from exactspec.backend.cuda.decode import RoundInputs, draft_rows, draw_step
 from exactspec.backend.cuda.sampling import gumbel
 from exactspec.backend.cuda.seats import DRAFTS, NUM_FIELDS, Field, judge, make_seats, num_columns, take_seats
 from exactspec.backend.cuda.share import share_places, verify_rows
+from exactspec.draft.calibration import scale_logits
+from exactspec.draft.heads import ConfidenceHead
 
 DEVICE = "cuda" if ON_DEVICE else "cpu"
 HALF = torch.bfloat16 if ON_DEVICE else torch.float16
@@ -90,6 +93,29 @@ def test_places_go_to_the_drafts_that_survive_likeliest(gamma: int, ties: bool) 
         expected = [sum(owner == r for _, _, owner in order[:places]) for r in range(count)]
         found = share_places(message.to(DEVICE), inputs, survival.to(DEVICE), places)
         assert found.tolist() == expected, places
+
+
+@pytest.mark.parametrize(("rank", "calibrated"), [(6, True), (0, False)])
+def test_confidence_and_survival_of_a_block_in_one_kernel(rank: int, calibrated: bool) -> None:
+    """Against the head, the calibration and a running product; a row that is not a number has no chance."""
+    count, gamma, width, vocab = 3, 5, 40, 50
+    torch.manual_seed(rank)
+    head = ConfidenceHead(width, rank, with_markov=rank > 0)
+    hidden, w1 = torch.randn(count, gamma, width), torch.randn(vocab, max(rank, 1)).to(HALF)
+    hidden[2, 3, 7] = float("nan")
+    anchors, drafts = torch.randint(0, vocab, (count,)), torch.randint(0, vocab, (count, gamma))
+    temperatures, table = torch.tensor([0.0, 0.4, 3.0]), torch.rand(2, 2, gamma) + 0.5
+    before = torch.cat([anchors[:, None], drafts[:, :-1]], dim=1)
+    logits = head(hidden, w1[before].float())
+    expected = torch.sigmoid(scale_logits(logits, table, temperatures) if calibrated else logits).detach()
+    confidence, survival = torch.zeros(2, count, gamma, device=DEVICE).unbind(0)
+    block_confidence(
+        *(t.to(DEVICE) for t in (hidden, anchors, drafts, w1, head.proj.weight.detach(), head.proj.bias.detach())),
+        table.to(DEVICE) if calibrated else None, temperatures.to(DEVICE), confidence, survival,
+    )  # fmt: skip
+    torch.testing.assert_close(confidence.cpu(), expected, equal_nan=True, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(survival.cpu(), expected.nan_to_num(0.0).cumprod(1), rtol=1e-4, atol=1e-5)
+    assert (survival[:, 1:] <= survival[:, :-1]).all()
 
 
 @pytest.mark.parametrize("count", [19, 3, 1])

@@ -246,7 +246,7 @@ def test_what_rounds_cost_is_measured_by_running_them(draft: str, monkeypatch: p
     drafter: Any = NgramDrafter(3)
     if draft == "dspark":
         drafter = BlockDrafter(random_draft(target.config, gamma=3, num_layers=1, markov_rank=8), target, 320)
-    bench = cuda_profile.RoundBench(target, drafter, max_requests=2)
+    bench = cuda_profile.RoundBench(target, drafter, buckets=(1, 2))
     rows, seconds = bench.steps()
     assert rows == [1, 2, 3, 4, 6, 8], "one request and two, each with no drafts, a third, two thirds and all"
     counts, draft_seconds = bench.drafts()
