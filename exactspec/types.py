@@ -7,6 +7,7 @@ logits are needed, V vocabulary, H hidden size, G gamma (draft tokens per round,
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,6 +78,7 @@ class SamplingParams:
         _check_numbers(self)
         _check_stops(self)
         _check_logprobs(self)
+        _check_kinds(self)
         grammars = [name for name in ("json_schema", "regex", "ebnf") if getattr(self, name)]
         if len(grammars) > 1:
             raise RequestError(grammars[1], f"cannot be combined with {grammars[0]}")
@@ -125,6 +127,8 @@ def _check_numbers(params: SamplingParams) -> None:
     seed = params.seed
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63):
         raise RequestError("seed", f"must be a 64-bit integer, got {seed!r}")
+    if not isinstance(params.logit_bias, Mapping | None):
+        raise RequestError("logit_bias", f"must be a dict from token ids to numbers, got {params.logit_bias!r:.80}")
     for token_id, bias in (params.logit_bias or {}).items():
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not number or not abs(bias) <= MOST_BIAS:  # a NaN is not <= anything
@@ -151,6 +155,17 @@ def _check_logprobs(params: SamplingParams) -> None:
     for token_id in params.logprob_token_ids or ():
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
             raise RequestError("logprob_token_ids", f"must hold token ids, got {token_id!r}")
+
+
+def _check_kinds(params: SamplingParams) -> None:
+    for name in ("ignore_eos", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens"):
+        if not isinstance(getattr(params, name), bool):
+            raise RequestError(name, f"must be True or False, got {getattr(params, name)!r}")
+    for name in ("json_schema", "regex", "ebnf"):
+        value = getattr(params, name)
+        if value is not None and not (isinstance(value, str) and value):
+            what = "a JSON document as text" if name == "json_schema" else "a non-empty string"
+            raise RequestError(name, f"must be {what} or None, got {value!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)

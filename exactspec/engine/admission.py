@@ -17,6 +17,8 @@ class Limits:
     pool_tokens: int  # tokens that one request alone can hold
     block_rows: int  # rows reserved beyond the last token: anchor and gamma drafts
     hidden_states: bool
+    drawable: int = 0  # ids below this can be drawn, the rest is padding
+    eos_ids: frozenset[int] = frozenset()
 
 
 def max_total_tokens(request: Request, limits: Limits) -> int:
@@ -33,6 +35,10 @@ def check_request(request: Request, limits: Limits) -> None:
     _check_length(request, limits)
     _check_token_ids(request.params, limits.vocab_size)
     params = request.params
+    if params.min_new_tokens and limits.drawable:
+        ends = limits.eos_ids.union(params.stop_token_ids or ())
+        if ends.issuperset(range(limits.drawable)):
+            raise RequestError("min_new_tokens", "EOS and stop_token_ids are all tokens there are: none may come first")
     if params.prompt_logprobs is not None and params.prompt_logprob_start > len(request.prompt_ids):
         raise RequestError(
             "prompt_logprob_start",

@@ -80,6 +80,8 @@ class Engine:
             pool_tokens=num_pages * config.page_size,
             block_rows=1 + drafter.gamma,
             hidden_states=config.hidden_states,
+            drawable=self.valid_vocab,
+            eos_ids=self.eos_ids,
         )
         self.rounds = RoundPipeline(self.scheduler, config.overlap)
         self.metrics = EngineMetrics()

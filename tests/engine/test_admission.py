@@ -34,6 +34,7 @@ def target():
         ("prompt_logprob_start", [1, 2], {"prompt_logprobs": 0, "prompt_logprob_start": 3}),
         ("return_hidden_states", [1], {"return_hidden_states": True}),
         ("stop_regex", [1], {"stop_regex": ["("]}),
+        ("min_new_tokens", [1], {"min_new_tokens": 1, "stop_token_ids": list(range(262))}),
         ("json_schema", [1], {"json_schema": "INVALID"}),
     ],
 )
@@ -78,6 +79,11 @@ def test_refused_by_name(target, field, prompt, params):
         ("stop", [""]),
         ("stop_token_ids", ["x"]),
         ("prompt_logprob_start", -1),
+        ("logit_bias", [3]),
+        ("ignore_eos", "no"),
+        ("regex", ""),
+        ("json_schema", {"type": "object"}),
+        ("ebnf", 5),
     ],
 )
 def test_sampling_params_check_themselves(field, value):
