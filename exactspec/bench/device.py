@@ -342,7 +342,7 @@ def _streams(target: TargetModel, options: argparse.Namespace, streams: int, ove
 def _random_draft(target: TargetModel, options: argparse.Namespace, slots: int) -> Drafter:
     if options.accept_length is None:
         return NoDrafter()
-    return BlockDrafter(random_draft(target.config, markov_rank=options.markov_rank), target, slots)
+    return block_drafter(target, options, slots)
 
 
 def _options() -> argparse.Namespace:

@@ -64,7 +64,9 @@ def load_config(model: str, context_length: int | None = None) -> ModelConfig:
 
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer alone, with the end tokens of the model's configs: for a process that runs no model."""
-    return byte_tokenizer() if model.startswith(RANDOM) else _tokenizer(open_checkpoint(model))
+    if model.startswith(RANDOM):
+        return byte_tokenizer(shape_config(model.removeprefix(RANDOM)).vocab_size)
+    return _tokenizer(open_checkpoint(model))
 
 
 def open_checkpoint(model: str) -> Checkpoint:

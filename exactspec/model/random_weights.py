@@ -1,6 +1,6 @@
 """Targets of published shapes with random weights, made on the device: for speed, not for sense.
 
-A name of SHAPES or the path of a transformers config.json gives the shape. The tokenizer knows bytes only; use
+A name of SHAPES or the path of a transformers config.json gives the shape. The tokenizer reads text as bytes; use
 prompts of token ids, `ignore_eos` and, to set the accepted length of a draft, `simulate_accept_length`.
 """
 
@@ -67,7 +67,7 @@ def random_target(
     head = embed if config.tied else make.matrix(config.vocab_size, config.hidden_size)
     layers = [_layer(config, make) for _ in range(config.num_layers)]
     weights = ModelWeights(embed, layers, make.ones(config.hidden_size), head)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(config.vocab_size)
     return LoadedTarget(f"random:{shape}", config, weights, tokenizer, frozenset(), source="random weights")
 
 
@@ -128,14 +128,16 @@ def _layer(config: ModelConfig, make: _Maker) -> LayerWeights:
     )
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token per byte, no merges, one end token that random weights are not asked to respect."""
+def byte_tokenizer(vocab_size: int) -> Tokenizer:
+    """One token per byte, no merges, one end token that random weights are not asked to respect, and a token for every
+    logit beyond: what is drawn is drawn from them all, as with a real tokenizer."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    rust = RustTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
+    tokens += [f"<{i}>" for i in range(len(tokens), vocab_size)]
+    rust = RustTokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens(["<end>"])

@@ -73,8 +73,8 @@ def test_gemm_with_every_epilogue_equals_its_twin(tile: Tile, activation: int, n
     assert torch.equal(out, wide[:, cols:])
     assert wide[:, :cols].isnan().all(), "the copy must not touch its neighbours"
     in_place = residual.clone()
-    gemm.gemm(x, w, in_place, tile, bias, in_place, None, activation)
-    assert torch.equal(in_place, out)
+    gemm.gemm(x, w, in_place, tile, bias, in_place, None, activation, residual_first=True)
+    assert torch.equal(in_place, out), "when the residual is read must not matter"
 
 
 def test_rms_norm_and_its_branch_form() -> None:
@@ -127,7 +127,7 @@ def attend(
 def test_attention_ragged_batch_equals_its_twin_and_its_parts(
     window: int | None, causal: bool, heads: int, kv_heads: int, d: int
 ) -> None:
-    batch, num_slots = ragged_batch([1, 8, 3, 30, 5], [600, 515, 3, 40, 258], causal, DEVICE)
+    batch, num_slots = ragged_batch([1, 8, 3, 30, 5], [1290, 515, 3, 40, 258], causal, DEVICE)
     q = randn(batch.num_rows, heads, d).to(HALF)
     k, v = randn(num_slots, kv_heads, d, seed=1).to(HALF), randn(num_slots, kv_heads, d, seed=2).to(HALF)
     whole, split = (attend(q, k, v, batch, window, whole) for whole in (True, False))

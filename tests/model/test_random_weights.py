@@ -35,6 +35,13 @@ def test_a_shortened_random_target_runs_and_repeats() -> None:
     assert 0.1 < float(logits.std()) < 10
 
 
+def test_every_logit_of_a_random_target_is_a_token_that_can_be_drawn() -> None:
+    tokenizer = random_target("smollm2-135m", num_layers=1, context_length=64).tokenizer
+    assert tokenizer.vocab_size == 49152
+    assert tokenizer.decode([*tokenizer.encode("naïve"), 49151]) == "naïve<49151>"
+    assert max(tokenizer.encode("<300> naïve")) < 256
+
+
 def test_a_random_draft_fits_its_target() -> None:
     config = shape_config("smollm2-135m")
     draft = random_draft(config, gamma=7, markov_rank=16).config

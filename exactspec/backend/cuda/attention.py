@@ -11,6 +11,7 @@ from __future__ import annotations
 
 # ruff: noqa: N803, N806 (kernels write sizes in capitals, as the field does)
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -27,7 +28,6 @@ ROW_TILE = 64
 MAX_PARTIAL_BYTES = 1 << 29
 COMBINE_HEADS = 8
 NUM_WARPS = 4
-STAGES = 2
 PROGRAMS_PER_SM = 2
 LOG2_E = 1.4426950408889634
 
@@ -90,11 +90,14 @@ def _attend_split(
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    lane = tl.arange(0, BLOCK_N)
+    # pages are known a block ahead, so that loads of keys and values depend on nothing that is still on its way
+    page = tl.load(pages + (low + lane) // PAGE, mask=low + lane < high, other=0)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-        key = start + tl.arange(0, BLOCK_N)
+        key = start + lane
         there = key < high
-        page = tl.load(pages + key // PAGE, mask=there, other=0)
         offset = (page.to(tl.int64) * PAGE + key % PAGE) * KV_STRIDE
+        page = tl.load(pages + (key + BLOCK_N) // PAGE, mask=key + BLOCK_N < high, other=0)
         if HEAD_DIM == BLOCK_D:
             k = tl.load(k_pool + offset[None, :] + d[:, None], mask=there[None, :], other=0.0)
             v = tl.load(v_pool + offset[:, None] + d[None, :], mask=there[:, None], other=0.0)
@@ -203,6 +206,23 @@ def _attention_kernel(
         r, part = tl.load(next_at + 2), tl.load(next_at + 3)
 
 
+@triton.jit
+def _load_part(part_acc, part_ml, split, end, T, row, head, d, ok, Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """A split's partial result; beyond the last split, the last one's once more."""
+    base = (tl.cast(T, tl.int64) * tl.minimum(split, end - 1) + row) * Q_HEADS + head
+    m = tl.load(part_ml + base * 2, mask=head < Q_HEADS, other=float("-inf"))
+    total = tl.load(part_ml + base * 2 + 1, mask=head < Q_HEADS, other=0.0)
+    acc = tl.load(part_acc + base[:, None] * HEAD_DIM + d[None, :], mask=ok, other=0.0)
+    return m, total, acc
+
+
+@triton.jit
+def _merge_if(there, m, total, acc, m_s, total_s, acc_s):
+    """_merge where there [rows] is such a split."""
+    m_new, total_new, acc_new = _merge(m, total, acc, m_s, total_s, acc_s)
+    return tl.where(there, m_new, m), tl.where(there, total_new, total), tl.where(there[:, None], acc_new, acc)
+
+
 @triton.jit(do_not_specialize=["T", "window"])
 def _combine_kernel(
     part_acc, part_ml, positions, row_last, out, T, window,
@@ -224,16 +244,30 @@ def _combine_kernel(
         m = tl.full((BLOCK_H,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_H,), tl.float32)
         acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-        for split in tl.range(low, tl.cdiv(last + 1, SPLIT)):
-            base = (tl.cast(T, tl.int64) * split + row) * Q_HEADS + head
-            m_s = tl.load(part_ml + base * 2, mask=head_ok, other=float("-inf"))
-            total_s = tl.load(part_ml + base * 2 + 1, mask=head_ok, other=0.0)
-            acc_s = tl.load(part_acc + base[:, None] * HEAD_DIM + d[None, :], mask=ok, other=0.0)
-            m, total, acc = _merge(m, total, acc, m_s, total_s, acc_s)
+        end, same = tl.cdiv(last + 1, SPLIT), head * 0
+        for start in tl.range(low, end, 4):  # four at once: one after the other, each would wait for its own loads
+            m0, t0, a0 = _load_part(part_acc, part_ml, start, end, T, row, head, d, ok, Q_HEADS, HEAD_DIM)
+            m1, t1, a1 = _load_part(part_acc, part_ml, start + 1, end, T, row, head, d, ok, Q_HEADS, HEAD_DIM)
+            m2, t2, a2 = _load_part(part_acc, part_ml, start + 2, end, T, row, head, d, ok, Q_HEADS, HEAD_DIM)
+            m3, t3, a3 = _load_part(part_acc, part_ml, start + 3, end, T, row, head, d, ok, Q_HEADS, HEAD_DIM)
+            m, total, acc = _merge(m, total, acc, m0, t0, a0)
+            m, total, acc = _merge_if(start + 1 + same < end, m, total, acc, m1, t1, a1)
+            m, total, acc = _merge_if(start + 2 + same < end, m, total, acc, m2, t2, a2)
+            m, total, acc = _merge_if(start + 3 + same < end, m, total, acc, m3, t3, a3)
         safe = tl.where(total > 0.0, total, 1.0)
         o = acc * tl.div_rn(1.0, safe)[:, None]
         rows = tl.cast(row, tl.int64) * Q_HEADS + head
         tl.store(out + rows[:, None] * HEAD_DIM + d[None, :], o.to(out.dtype.element_ty), mask=ok)
+
+
+@cache
+def _num_stages(block_d: int, device: torch.device) -> int:
+    """Blocks of keys and values on their way: two while one is used, where two such programs fit a multiprocessor."""
+    if device.type != "cuda":
+        return 2
+    room = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    block = KEY_BLOCK * block_d * 2
+    return 3 if PROGRAMS_PER_SM * (ROW_TILE * block_d * 2 + 3 * 2 * block + 1024) <= room else 2
 
 
 @dataclass(slots=True)
@@ -301,6 +335,7 @@ def attention(
     window: int | None,
     out: Tensor,
     pdl: int = OFF,
+    merge_pdl: int = OFF,
 ) -> Tensor:
     """q [T, heads, D], pools of one layer [slots, kv heads, D] -> out [T, heads * D], all in the model's dtype."""
     rows, q_heads, head_dim = q.shape
@@ -315,12 +350,12 @@ def attention(
         batch.page_table.stride(0), plan.items, plan.num_items, rows, scale * LOG2_E, window or 0,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=ROW_TILE, BLOCK_N=KEY_BLOCK,
         SPLIT=SPLIT_KEYS, PAGE=batch.page_size, WHOLE=plan.whole, HAS_WINDOW=has_window,
-        STAGES=STAGES, PDL=pdl, num_warps=NUM_WARPS, **launch,
+        STAGES=_num_stages(block_d, q.device), PDL=pdl, num_warps=NUM_WARPS, **launch,
     )  # fmt: skip
     if not plan.whole:
         _combine_kernel[(rows, triton.cdiv(q_heads, COMBINE_HEADS))](
             part_acc, part_ml, batch.positions, plan.row_last, out, rows, window or 0, Q_HEADS=q_heads,
-            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_H=COMBINE_HEADS, SPLIT=SPLIT_KEYS, HAS_WINDOW=has_window, PDL=pdl,
-            num_warps=4, **launch,
+            HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_H=COMBINE_HEADS, SPLIT=SPLIT_KEYS, HAS_WINDOW=has_window,
+            PDL=merge_pdl, num_warps=4, **launch_options(merge_pdl),
         )  # fmt: skip
     return out

@@ -127,6 +127,17 @@ def _rope_kernel(
     is_v = head >= Q_HEADS + KV_HEADS
     turned = (d < ROTARY)[None, :] & (head < Q_HEADS + KV_HEADS)[:, None]
     partner = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
+    # what the kernel before does not make is on its way while that one still runs
+    if HAS_NORM:
+        d_ok = d < HEAD_DIM
+        wq, wk = tl.load(q_norm + d, mask=d_ok, other=0.0), tl.load(k_norm + d, mask=d_ok, other=0.0)
+        pq, pk = tl.load(q_norm + partner, mask=d_ok, other=0.0), tl.load(k_norm + partner, mask=d_ok, other=0.0)
+    position = tl.load(positions + row).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    angle = position * half + tl.where(d < half, d, d - half)
+    c = tl.load(cos + angle, mask=d < ROTARY, other=1.0)[None, :]
+    s = tl.load(sin + angle, mask=d < ROTARY, other=0.0)[None, :]
+    s = tl.where((d < half)[None, :], -s, s)
     wait_for_input(PDL)
     ok = (head < Q_HEADS + 2 * KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
     base = qkv + row * qkv_stride + head[:, None] * HEAD_DIM
@@ -134,22 +145,13 @@ def _rope_kernel(
     y = tl.load(base + partner[None, :], mask=ok, other=0.0)
     if HAS_NORM:
         scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
-        d_ok = d < HEAD_DIM
-        wq, wk = tl.load(q_norm + d, mask=d_ok, other=0.0), tl.load(k_norm + d, mask=d_ok, other=0.0)
-        pq, pk = tl.load(q_norm + partner, mask=d_ok, other=0.0), tl.load(k_norm + partner, mask=d_ok, other=0.0)
         w = tl.where(is_q[:, None], wq[None, :], wk[None, :])
         p = tl.where(is_q[:, None], pq[None, :], pk[None, :])
         x = tl.where(is_v[:, None], x, x * scale[:, None] * w)
         y = tl.where(is_v[:, None], y, y * scale[:, None] * p)
-    position = tl.load(positions + row).to(tl.int64)
-    angle = position * half + tl.where(d < half, d, d - half)
-    c = tl.load(cos + angle, mask=d < ROTARY, other=1.0)[None, :]
-    s = tl.load(sin + angle, mask=d < ROTARY, other=0.0)[None, :]
-    s = tl.where((d < half)[None, :], -s, s)
     x = tl.where(turned, x * c + y * s, x)
     q_ptr = q_out + (row * Q_HEADS + head[:, None]) * HEAD_DIM + d[None, :]
     tl.store(q_ptr, x.to(q_out.dtype.element_ty), mask=ok & is_q[:, None])
-    slot = tl.load(slots + row).to(tl.int64)
     stored = ok & (slot + head * 0 >= 0)[:, None]
     k_ptr = k_pool + (slot * KV_HEADS + head[:, None] - Q_HEADS) * HEAD_DIM + d[None, :]
     tl.store(k_ptr, x.to(k_pool.dtype.element_ty), mask=stored & is_k[:, None])

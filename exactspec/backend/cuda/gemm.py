@@ -51,12 +51,20 @@ def _gate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _load_tile(matrix, M, N, m0, n0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    m = m0 + tl.arange(0, BLOCK_M)
+    n = n0 + tl.arange(0, BLOCK_N)
+    ok = (m < M)[:, None] & (n < N)[None, :]
+    return tl.load(matrix + m.to(tl.int64)[:, None] * N + n[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
 def _store_tile(
-    acc, acc_up, out, bias, residual, copy, copy_stride, M, N, m0, n0,
+    acc, acc_up, out, bias, added, copy, copy_stride, M, N, m0, n0,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_COPY: tl.constexpr,
 ):  # fmt: skip
-    """bias, gate, residual, rounding to the output's dtype; `copy` takes the same values once more."""
+    """bias, gate, residual (`added`), rounding to the output's dtype; `copy` takes the same values once more."""
     m = m0 + tl.arange(0, BLOCK_M)
     n = n0 + tl.arange(0, BLOCK_N)
     n_ok = n < N
@@ -69,7 +77,7 @@ def _store_tile(
     ok = (m < M)[:, None] & n_ok[None, :]
     offsets = m.to(tl.int64)[:, None] * N + n[None, :]
     if HAS_RESIDUAL:
-        acc += tl.load(residual + offsets, mask=ok, other=0.0)
+        acc += added
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=ok)
     if HAS_COPY:
         tl.store(copy + m.to(tl.int64)[:, None] * copy_stride + n[None, :], acc, mask=ok)
@@ -80,7 +88,7 @@ def _gemm_kernel(
     x, w, out, bias, residual, copy, copy_stride, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN_K: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_COPY: tl.constexpr,
-    PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    RESIDUAL_FIRST: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N counts outputs; with a gate, w has 2N rows (gate first) and one program computes both halves of its columns."""
     num_m = tl.cdiv(M, BLOCK_M)
@@ -106,6 +114,9 @@ def _gemm_kernel(
     up_ptr = w_ptr + tl.cast(N, tl.int64) * K
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc_up = acc
+    added = acc
+    if HAS_RESIDUAL and RESIDUAL_FIRST:
+        added = _load_tile(residual, M, N, pid_m * BLOCK_M, pid_n * BLOCK_N, BLOCK_M, BLOCK_N)
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             a = tl.load(x_ptr, mask=m_ok, other=0.0)
@@ -122,8 +133,10 @@ def _gemm_kernel(
         x_ptr += BLOCK_K
         w_ptr += BLOCK_K
     release_late(PDL)
+    if HAS_RESIDUAL and not RESIDUAL_FIRST:
+        added = _load_tile(residual, M, N, pid_m * BLOCK_M, pid_n * BLOCK_N, BLOCK_M, BLOCK_N)
     _store_tile(
-        acc, acc_up, out, bias, residual, copy, copy_stride, M, N, pid_m * BLOCK_M, pid_n * BLOCK_N,
+        acc, acc_up, out, bias, added, copy, copy_stride, M, N, pid_m * BLOCK_M, pid_n * BLOCK_N,
         BLOCK_M, BLOCK_N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_COPY,
     )  # fmt: skip
 
@@ -151,8 +164,11 @@ def _gemm_wide_kernel(
             acc = tl.dot(a, w_desc.load([n0, start]).T, acc)
             if ACTIVATION != 0:
                 acc_up = tl.dot(a, w_desc.load([N + n0, start]).T, acc_up)
+        added = acc
+        if HAS_RESIDUAL:
+            added = _load_tile(residual, M, N, m0, n0, BLOCK_M, BLOCK_N)
         _store_tile(
-            acc, acc_up, out, bias, residual, copy, copy_stride, M, N, m0, n0,
+            acc, acc_up, out, bias, added, copy, copy_stride, M, N, m0, n0,
             BLOCK_M, BLOCK_N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, HAS_COPY,
         )  # fmt: skip
 
@@ -169,11 +185,13 @@ def gemm(
     pdl: int = OFF,
     prefetch: int = 0,
     num_sms: int = 132,
+    residual_first: bool = False,
 ) -> Tensor:
     """out = activation(x @ weight.T + bias) + residual; `copy` (a column slice of a float32 matrix) gets it too.
 
     x [M, K] and weight [N or 2N, K] in bfloat16 or float16; out [M, N] float32 or the weights' dtype; bias float32
-    [N or 2N]. `residual` may be `out` itself: a program reads its tile before it writes it.
+    [N or 2N]. `residual` may be `out` itself: a program reads its tile before it writes it. residual_first: it does so
+    before the product, which hides the read but holds registers: for tiles of few rows.
     """
     rows, depth = x.shape
     cols = out.shape[1]
@@ -206,6 +224,7 @@ def gemm(
     _gemm_kernel[(num_tiles,)](
         x, weight, out, *extra, rows, cols, depth,
         BLOCK_M=tile.rows, BLOCK_N=block_cols, BLOCK_K=tile.depth, GROUP_M=tile.group, EVEN_K=depth % tile.depth == 0,
+        RESIDUAL_FIRST=residual_first and residual is not None,
         PREFETCH=min(prefetch, depth * x.element_size()) // 16 * 16, PDL=pdl, num_warps=tile.warps,
         num_stages=tile.stages, enable_fp_fusion=False, **launch, **flags,
     )  # fmt: skip

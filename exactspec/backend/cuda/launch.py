@@ -14,6 +14,7 @@ attention plan). Modes differ only in when the next kernel may start:
 from __future__ import annotations
 
 # ruff: noqa: N803 (kernels write sizes in capitals, as the field does)
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -21,6 +22,35 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 OFF, AFTER_WAIT, BEFORE_WAIT, LATE = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyStarts:
+    """The mode of each kernel of a layer, in their order; `merge` joins the splits of attention."""
+
+    norm: int
+    qkv: int
+    rope: int
+    attention: int
+    merge: int
+    o: int
+    mlp_norm: int
+    gate_up: int
+    down: int
+
+
+NO_STARTS = EarlyStarts(OFF, OFF, OFF, OFF, OFF, OFF, OFF, OFF, OFF)
+# kernels of a few microseconds: each hides its launch behind those before it
+SMALL_STARTS = EarlyStarts(
+    norm=BEFORE_WAIT, qkv=AFTER_WAIT, rope=BEFORE_WAIT, attention=BEFORE_WAIT, merge=BEFORE_WAIT, o=AFTER_WAIT,
+    mlp_norm=BEFORE_WAIT, gate_up=AFTER_WAIT, down=AFTER_WAIT,
+)  # fmt: skip
+# GEMMs that fill the device: small kernels wait beside them, but the programs of the next GEMM or of attention do not
+# (they would take the room of few multiprocessors and run there side by side)
+LARGE_STARTS = EarlyStarts(
+    norm=AFTER_WAIT, qkv=AFTER_WAIT, rope=AFTER_WAIT, attention=BEFORE_WAIT, merge=AFTER_WAIT, o=AFTER_WAIT,
+    mlp_norm=BEFORE_WAIT, gate_up=LATE, down=AFTER_WAIT,
+)  # fmt: skip
 
 
 @triton.jit

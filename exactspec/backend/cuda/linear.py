@@ -45,8 +45,8 @@ class CudaLinear:
         return self.weight.dtype
 
     @property
-    def early_start(self) -> int:
-        return LATE if self.weight.numel() * self.weight.element_size() >= LATE_BYTES else AFTER_WAIT
+    def is_large(self) -> bool:
+        return self.weight.numel() * self.weight.element_size() >= LATE_BYTES
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, in] float32 (or already rounded) -> [M, out] float32."""
@@ -64,17 +64,22 @@ class CudaLinear:
         residual: Tensor | None = None,
         copy: Tensor | None = None,
         tile: Tile | None = None,
+        start: int | None = None,
     ) -> Tensor:
-        """x [M, in] in the weights' dtype; out = activation(x @ w.T + bias) + residual, and once more into `copy`."""
+        """x [M, in] in the weights' dtype; out = activation(x @ w.T + bias) + residual, and once more into `copy`.
+
+        start: a mode of launch.py; None: as fits a GEMM of this size among others."""
         if x.shape[0] == 0:
             return out
         if not self.exact:
             return self._fast(x, out, residual, copy)
         chosen = tile or choose_tile(x.shape[0], self.weight.shape[0], self.weight.shape[1])
-        mode = self.early_start if self.pdl and x.shape[0] <= SMALL_ROWS else OFF
+        mode = OFF
+        if self.pdl and x.shape[0] <= SMALL_ROWS:
+            mode = start if start is not None else LATE if self.is_large else AFTER_WAIT
         return g.gemm(
             x.contiguous(), self.weight, out, chosen, self.bias, residual, copy, self.activation, mode,
-            self.prefetch if mode != OFF else 0, self.num_sms,
+            self.prefetch if mode != OFF else 0, self.num_sms, mode != OFF and not self.is_large,
         )  # fmt: skip
 
     def _fast(self, x: Tensor, out: Tensor, residual: Tensor | None, copy: Tensor | None) -> Tensor:

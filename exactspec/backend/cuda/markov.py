@@ -39,6 +39,7 @@ def _score_kernel(
 ):  # fmt: skip
     """Program (chunk of tokens): best of (base + w2 @ latent) / T + noise in the chunk, for each of R requests."""
     chunk = tl.program_id(0)
+    chunk = tl.where(step % 2 == 0, chunk, CHUNKS - 1 - chunk)  # back and forth: what was read last is in the L2 cache
     token = chunk * BLOCK_V + tl.arange(0, BLOCK_V)
     k = tl.arange(0, BLOCK_K)
     ok, k_ok = token < VALID, k < RANK

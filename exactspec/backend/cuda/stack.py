@@ -16,7 +16,7 @@ from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
 from exactspec.backend.cuda import gemm as g
 from exactspec.backend.cuda.attention import ROW_TILE, AttentionPlan, attention, make_plan
 from exactspec.backend.cuda.elementwise import add_parts, add_rms_norm, rms_norm, rope_write
-from exactspec.backend.cuda.launch import AFTER_WAIT, BEFORE_WAIT, OFF
+from exactspec.backend.cuda.launch import AFTER_WAIT, LARGE_STARTS, NO_STARTS, OFF, SMALL_STARTS, EarlyStarts
 from exactspec.backend.cuda.linear import SMALL_ROWS, CudaLinear
 from exactspec.backend.parallel import SINGLE, Parallel
 from exactspec.errors import CheckpointError, UnsupportedModelError
@@ -46,6 +46,7 @@ class CudaLayer:
         self.o = CudaLinear(weights.o, weights.o_bias, exact, pdl=pdl, num_sms=num_sms)
         self.gate_up = CudaLinear(weights.gate_up, weights.gate_up_bias, exact, act, pdl, num_sms)
         self.down = CudaLinear(weights.down, weights.down_bias, exact, pdl=pdl, num_sms=num_sms)
+        self.starts = LARGE_STARTS if self.gate_up.is_large else SMALL_STARTS
         self.input_norm, self.mlp_norm = weights.input_norm, weights.mlp_norm
         self.q_norm, self.k_norm = weights.q_norm, weights.k_norm
         self.post_attention_norm, self.post_mlp_norm = weights.post_attention_norm, weights.post_mlp_norm
@@ -61,24 +62,29 @@ class CudaLayer:
         rope: RopeTable,
         pool: KVPool,
         copy: Tensor | None,
-        pdl: int,
+        starts: EarlyStarts,
     ) -> None:
         """x = layer(source); x and source [T, H] float32 may be one tensor. `copy` gets the result too."""
         spec, rows = self.spec, x.shape[0]
         dtype, device = self.qkv.dtype, x.device
-        h = rms_norm(source, self.input_norm, spec.rms_eps, torch.empty(x.shape, dtype=dtype, device=device), pdl)
-        qkv = self.qkv.into(h, torch.empty((rows, self.qkv.out_features), device=device))
+        h = torch.empty(x.shape, dtype=dtype, device=device)
+        rms_norm(source, self.input_norm, spec.rms_eps, h, starts.norm)
+        qkv = self.qkv.into(h, torch.empty((rows, self.qkv.out_features), device=device), start=starts.qkv)
         q = torch.empty((rows, spec.num_heads, spec.head_dim), dtype=dtype, device=device)
         k_pool, v_pool = pool.k[self.index], pool.v[self.index]
         rope_write(
-            qkv, self.q_norm, self.k_norm, rope, batch.positions, batch.slots, q, k_pool, v_pool, spec.rms_eps, pdl
-        )
+            qkv, self.q_norm, self.k_norm, rope, batch.positions, batch.slots, q, k_pool, v_pool, spec.rms_eps,
+            starts.rope,
+        )  # fmt: skip
         mixed = torch.empty((rows, spec.num_heads * spec.head_dim), dtype=dtype, device=device)
-        attention(q, k_pool, v_pool, batch, plan, spec.attention_scale, self.window, mixed, pdl)
-        self._branch(self.o, mixed, self.post_attention_norm, source, x, None, pdl)
-        h = rms_norm(x, self.mlp_norm, spec.rms_eps, h, pdl)
-        act = self.gate_up.into(h, torch.empty((rows, spec.intermediate_size), dtype=dtype, device=device))
-        self._branch(self.down, act, self.post_mlp_norm, x, x, copy, pdl)
+        attention(
+            q, k_pool, v_pool, batch, plan, spec.attention_scale, self.window, mixed, starts.attention, starts.merge
+        )
+        self._branch(self.o, mixed, self.post_attention_norm, source, x, None, starts.o, starts.mlp_norm)
+        rms_norm(x, self.mlp_norm, spec.rms_eps, h, starts.mlp_norm)
+        act = torch.empty((rows, spec.intermediate_size), dtype=dtype, device=device)
+        self.gate_up.into(h, act, start=starts.gate_up)
+        self._branch(self.down, act, self.post_mlp_norm, x, x, copy, starts.down, starts.norm)
 
     def _branch(
         self,
@@ -88,16 +94,17 @@ class CudaLayer:
         residual: Tensor,
         out: Tensor,
         copy: Tensor | None,
-        pdl: int,
+        start: int,
+        norm_start: int,
     ) -> None:
         if self.parallel.size > 1:
             self._joined_branch(linear, rows, norm, residual, out, copy)
             return
         if norm is None:
-            linear.into(rows, out, residual, copy)
+            linear.into(rows, out, residual, copy, start=start)
             return
-        branch = linear.into(rows, torch.empty_like(out))
-        add_rms_norm(branch, norm, self.spec.rms_eps, residual, out, copy, pdl)
+        branch = linear.into(rows, torch.empty_like(out), start=start)
+        add_rms_norm(branch, norm, self.spec.rms_eps, residual, out, copy, norm_start)
 
     def _joined_branch(
         self, linear: CudaLinear, rows: Tensor, norm: Tensor | None, residual: Tensor, out: Tensor, copy: Tensor | None
@@ -142,7 +149,7 @@ class CudaStack:
         captured = torch.empty((rows, len(capture) * spec.hidden_size), device=x.device) if capture else None
         if rows == 0:
             return hidden, captured
-        pdl = BEFORE_WAIT if self.pdl and rows <= SMALL_ROWS else OFF
+        early = self.pdl and rows <= SMALL_ROWS
         plan = make_plan(batch, spec.num_heads, spec.num_kv_heads, spec.head_dim, self.num_sms)
         source = x
         for i, layer in enumerate(self.layers):
@@ -150,7 +157,16 @@ class CudaStack:
             if captured is not None and i in capture:
                 at = list(capture).index(i) * spec.hidden_size
                 copy = captured[:, at : at + spec.hidden_size]
-            layer.forward(hidden, source, batch, plan, self.ropes[spec.rope_index[i]], pool, copy, pdl)
+            layer.forward(
+                hidden,
+                source,
+                batch,
+                plan,
+                self.ropes[spec.rope_index[i]],
+                pool,
+                copy,
+                layer.starts if early else NO_STARTS,
+            )
             source = hidden
         return hidden, captured
 

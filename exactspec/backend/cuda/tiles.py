@@ -53,7 +53,7 @@ _TABLE: dict[str, tuple[tuple[int, Tile], ...]] = {
         (ANY, _PREFILL),
     ),
     "deep": (
-        (16, Tile(16, 16, 256, 2, 4)),
+        (16, Tile(16, 16, 256, 2, 5)),
         (32, Tile(32, 32, 128, 4, 5)),
         (64, Tile(64, 32, 128, 4, 5, wide=True)),
         (128, Tile(64, 64, 128, 4, 4)),
