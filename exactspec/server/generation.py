@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +137,7 @@ class Generation:
     ) -> Sample:
         if abs(prompt.priority) >= 2**31:
             raise ApiError(400, f"priority: must fit 32 bits, got {prompt.priority}")
-        rid = prompt.rid or uuid.uuid4().hex
+        rid = prompt.rid or os.urandom(16).hex()
         if prompt.params.n > 1:
             rid = f"{rid}_{index}"
         request = Request(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import logging
 import signal
@@ -55,7 +56,7 @@ async def _serve(options: ServeOptions) -> int:
     server = Server(options, client, Metrics(lambda: client.stats))
     config = uvicorn.Config(
         make_app(server), host=options.host, port=options.port, log_level="warning", access_log=False,
-        timeout_keep_alive=75, backlog=4096, lifespan="off", ws="none",
+        timeout_keep_alive=75, backlog=4096, lifespan="off", ws="none", proxy_headers=False,
     )  # fmt: skip
     web = _Uvicorn(config)
     client.start()
@@ -83,6 +84,8 @@ async def _start(server: Server) -> None:
         module, function = options.tokenizer_factory.split(":")
         make = getattr(importlib.import_module(module), function)
         server.set_tokenizer(await asyncio.to_thread(make, options.model_path))
+        gc.collect()
+        gc.freeze()  # what was made until now stays: collections need not look through it while tokens wait
     except Exception as error:
         server.client.failure = f"no tokenizer: {error}"
         log.exception("the tokenizer cannot be loaded")

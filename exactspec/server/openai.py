@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
@@ -37,7 +37,7 @@ def make_prompt(body: OpenAIBody, token_ids: Sequence[int], params: SamplingPara
 
 
 def new_id(prefix: str, body: OpenAIBody) -> str:
-    return body.rid or f"{prefix}-{uuid.uuid4().hex}"
+    return body.rid or f"{prefix}-{os.urandom(16).hex()}"
 
 
 def usage(server: Server, samples: Sequence[Sample]) -> dict[str, Any]:
