@@ -33,20 +33,20 @@ def info(
     table.add_row("backend", f"{backend.name} on {backend.device}")
     if model is not None:
         from exactspec.draft.factory import make_drafter
+        from exactspec.engine.build import kv_bytes_per_token
         from exactspec.model.loader import load_target
         from exactspec.model.target import TargetModel
 
         loaded = load_target(model, dtype=dtype, device=backend.device)
         target = TargetModel(backend, loaded)
         spec = target.spec
-        kv_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * target.dtype.itemsize
         table.add_row("model", target.name)
         table.add_row("layers x hidden", f"{spec.num_layers} x {spec.hidden_size}")
         table.add_row("heads / KV heads x dim", f"{spec.num_heads} / {spec.num_kv_heads} x {spec.head_dim}")
         table.add_row("vocabulary", f"{target.config.vocab_size} ({target.tokenizer.vocab_size} in the tokenizer)")
         table.add_row("context length", str(target.config.context_length))
         table.add_row("dtype", str(target.dtype).removeprefix("torch."))
-        table.add_row("K/V bytes per token", str(kv_bytes))
+        table.add_row("K/V bytes per token", str(kv_bytes_per_token(target)))
         table.add_row("stop tokens", ", ".join(str(i) for i in sorted(target.eos_ids)))
         drafter = make_drafter(draft, target, num_slots=64, gamma=None, backend=backend)
         table.add_row("draft", f"{draft}, gamma {drafter.gamma}, reads layers {list(drafter.capture_layers)}")

@@ -16,7 +16,7 @@ from exactspec.engine.engine import Engine
 from exactspec.engine.live_costs import LiveCosts
 from exactspec.engine.profile import load_or_measure
 from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyByConfidence, VerifyPolicy
-from exactspec.errors import ConfigError
+from exactspec.errors import ConfigError, DeviceError
 from exactspec.model.loader import load_target
 from exactspec.model.target import TargetModel
 
@@ -55,17 +55,23 @@ def assemble(
 ) -> Engine:
     """An engine around a target that is loaded already (several engines may share one)."""
     num_slots = num_pages * config.page_size
-    drafter = make_drafter(
-        config.draft,
-        target,
-        num_slots=num_slots,
-        gamma=config.gamma,
-        backend=target.backend,
-        end_ids=target.eos_ids,
-    )
-    if num_slots < drafter.gamma + 2:
-        raise ConfigError(f"kv_tokens: {num_slots} cannot hold one block of {drafter.gamma + 1} rows")
-    return make_engine(config, target, drafter, num_pages, make_policy(config, target, drafter, num_pages))
+    try:
+        drafter = make_drafter(
+            config.draft,
+            target,
+            num_slots=num_slots,
+            gamma=config.gamma,
+            backend=target.backend,
+            end_ids=target.eos_ids,
+        )
+        if num_slots < drafter.gamma + 2:
+            raise ConfigError(f"kv_tokens: {num_slots} cannot hold one block of {drafter.gamma + 1} rows")
+        return make_engine(config, target, drafter, num_pages, make_policy(config, target, drafter, num_pages))
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise DeviceError(
+            f"kv_tokens: a pool of {num_slots} tokens ({num_slots * kv_bytes_per_token(target) / 1e9:.1f} GB, and the "
+            f"draft's) does not fit the memory of {target.backend.device}: {error}"
+        ) from error
 
 
 def make_policy(config: EngineConfig, target: TargetModel, drafter: Drafter, num_pages: int) -> VerifyPolicy:
@@ -89,10 +95,14 @@ def make_policy(config: EngineConfig, target: TargetModel, drafter: Drafter, num
 
 def default_kv_tokens(target: TargetModel) -> int:
     """A share of the free memory, at least one full context, at most MOST_DEFAULT_KV_TOKENS."""
-    spec, itemsize = target.spec, target.dtype.itemsize
-    bytes_per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * itemsize
-    affordable = int(_free_memory(target.backend.device) * KV_MEMORY_SHARE) // bytes_per_token
+    affordable = int(_free_memory(target.backend.device) * KV_MEMORY_SHARE) // kv_bytes_per_token(target)
     return max(min(affordable, MOST_DEFAULT_KV_TOKENS), min(target.config.context_length, 4096) + 64)
+
+
+def kv_bytes_per_token(target: TargetModel) -> int:
+    """Of the target's pool."""
+    spec = target.spec
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * target.dtype.itemsize
 
 
 def _free_memory(device: torch.device) -> int:

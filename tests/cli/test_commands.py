@@ -119,6 +119,7 @@ def test_info(tiny_folder):
         (["generate", "{tiny}", "x", "--draft", "dspark"], "dspark"),
         (["generate", "{tiny}", "x", "--dtype", "int3"], "dtype"),
         (["generate", "{tiny}", "x", "--max-new-tokens", "4000"], "max_new_tokens"),
+        (["generate", "{tiny}", "x", "--kv-tokens", "100000000000"], "kv_tokens: a pool of 100000000000 tokens"),
         (["score", "{tiny}", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["check", "{tiny}", "--batches", "1,x"], "batches"),
         (["bench", "--model", "{tiny}", "--contenders", "plain", "--no-steps", "--limit", "0"], "limit 0"),
