@@ -295,6 +295,7 @@ class RunningRequest:
     cache_node: Any = None  # locked node of the radix tree
     num_shared_pages: int = 0  # leading pages owned by the tree
     max_tokens: int = 0  # prompt + output limit, resolved at admission
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it, likewise
     stats: RequestStats = field(default_factory=RequestStats)
     prompt_logprobs: list[TokenLogprob] | None = None
     prompt_hidden: list[Any] | None = None

@@ -26,7 +26,15 @@ from exactspec.sampling.adjust import OutputHistory
 from exactspec.sampling.sampler import Sampler, sampling_support
 from exactspec.scheduler.scheduler import Scheduler
 from exactspec.text.stops import StopChecker, check_stops
-from exactspec.types import FinishReason, Request, RunningRequest, SamplingParams, StepOutput
+from exactspec.types import (
+    FinishReason,
+    Request,
+    RunningRequest,
+    SamplingParams,
+    StepOutput,
+    TokenLogprob,
+    TokenSource,
+)
 from exactspec.verify.accept import AcceptResult
 
 
@@ -99,8 +107,13 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError (refused) or QueueFullError (try later)."""
         self.check(request)
-        running = RunningRequest(request, list(request.prompt_ids), max_tokens=max_total_tokens(request, self.limits))
         params = request.params
+        running = RunningRequest(
+            request,
+            list(request.prompt_ids),
+            max_tokens=max_total_tokens(request, self.limits),
+            stop_ids=stop_token_ids(params, self.eos_ids),
+        )
         if params.stop or params.stop_regex:
             running.stop_checker = self.make_stop_checker(params)
         if params.has_penalties:
@@ -209,7 +222,7 @@ class Engine:
             block.is_prefill and request.max_tokens == request.prompt_len
         ):  # scoring: the draw is reported, never emitted
             return 0, FinishReason("length")
-        count, finish = append_until_stop(request, tokens, stop_token_ids(request, self.eos_ids))
+        count, finish = append_until_stop(request, tokens)
         if request.history is not None:
             request.history.advance(tokens[:count])
         if not block.is_prefill:
@@ -222,9 +235,7 @@ class Engine:
     ) -> StepOutput:
         block, accept = result.sampled_blocks[number], result.accepted[number]
         request = block.request
-        output = self._output(request, finish)
-        output.token_ids = accept.tokens[:count]
-        output.sources = accept.sources[:count]
+        output = self._output(request, finish, accept.tokens[:count], accept.sources[:count])
         if logprobs is not None:
             output.logprobs = logprobs[:count]
             if count == 0:
@@ -248,12 +259,17 @@ class Engine:
                 self._finish(request)
         return outputs
 
-    def _output(self, request: RunningRequest, finish: FinishReason | None) -> StepOutput:
-        """An output with no tokens yet; hands over what the prefill found, once."""
+    def _output(
+        self,
+        request: RunningRequest,
+        finish: FinishReason | None,
+        tokens: list[int] | None = None,
+        sources: list[TokenSource] | None = None,
+    ) -> StepOutput:
+        """An output without logprobs yet; hands over what the prefill found, once."""
         asked = request.request
-        output = StepOutput(
-            asked.request_id, [], [] if asked.params.logprobs is not None else None, [], finish, request.stats
-        )
+        logprobs: list[TokenLogprob] | None = [] if asked.params.logprobs is not None else None
+        output = StepOutput(asked.request_id, tokens or [], logprobs, sources or [], finish, request.stats)
         if (request.prompt_logprobs is not None or request.prompt_hidden) and not request.is_prefilling:
             output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
             if request.prompt_hidden:

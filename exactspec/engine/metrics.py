@@ -61,13 +61,18 @@ class EngineMetrics:
 
     def note_step(self, result: RoundResult, outputs: Sequence[StepOutput]) -> None:
         self.num_steps += 1
-        self.prompt_tokens += sum(block.num_rows for block in result.blocks if block.is_prefill)
-        pairs = zip(result.sampled_blocks, result.accepted, strict=True)
-        rounds = [(block, accept) for block, accept in pairs if not block.is_prefill]
-        self.accepted.update([accept.num_accepted for _, accept in rounds])
-        self.verified.update([len(block.drafts) for block, _ in rounds])
-        self.num_drafted += sum([block.num_drafted for block, _ in rounds])
-        self.committed += sum([len(accept.tokens) for _, accept in rounds])
+        accepted, verified, drafted = [], [], 0
+        for block, accept in zip(result.sampled_blocks, result.accepted, strict=True):
+            if not block.is_prefill:
+                accepted.append(accept.num_accepted)
+                verified.append(len(block.drafts))
+                drafted += block.num_drafted
+        self.accepted.update(accepted)
+        self.verified.update(verified)
+        self.num_drafted += drafted
+        self.committed += sum(accepted) + len(accepted)  # and one token of the target's own each
+        if len(result.blocks) > len(accepted):
+            self.prompt_tokens += sum(block.num_rows for block in result.blocks if block.is_prefill)
         for output in outputs:
             self.output_tokens += len(output.token_ids)
             if output.finish is not None:
