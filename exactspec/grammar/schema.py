@@ -17,6 +17,7 @@ from typing import Any
 from exactspec.errors import RequestError
 
 MAX_DEPTH = 64  # compile time grows with the cube of the nesting
+MAX_PATTERN = 10_000  # characters of a pattern, repeats written out: compile time grows with the square
 
 NEVER = (
     "not", "if", "then", "else", "contains", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef",
@@ -55,13 +56,48 @@ def check_schema(text: str) -> None:
         raise RequestError("json_schema", f"must be a JSON object, got {type(schema).__name__}")
     _check_depth(schema)
     seen: dict[int, Any] = {}  # keeps what it has seen, so that no id comes twice
+    work = 0
     todo: list[tuple[str, Any]] = [("#", schema)]
     while todo:
         place, node = todo.pop()
         if isinstance(node, dict) and id(node) not in seen:
             seen[id(node)] = node
             _check_node(place, node)
+            work += sum(written_out(pattern) ** 2 for pattern in _patterns(node))
+            if work > MAX_PATTERN**2:
+                raise RequestError("json_schema", f"pattern at {place} is too large: its repeats count too far")
             todo += _below(place, node, schema)
+
+
+def _patterns(node: Mapping[str, Any]) -> Iterable[str]:
+    own, named = node.get("pattern"), node.get("patternProperties")
+    return [*([own] if isinstance(own, str) else ()), *(named if isinstance(named, dict) else ())]
+
+
+def written_out(pattern: str) -> int:
+    """Characters and classes of a regular expression after its counted repeats have been written out."""
+    totals, last, at = [0], 0, 0  # totals of the groups that are open; size of the newest item
+    while at < len(pattern):
+        token = _TOKEN.match(pattern, at)
+        text = token.group() if token else pattern[at]
+        at += len(text)
+        if text == "(":
+            totals.append(0)
+        elif text == ")" and len(totals) > 1:
+            last = totals.pop()
+            totals[-1] += last
+        elif _REPEAT.fullmatch(text):
+            numbers = [int(digits) if len(digits) < 9 else 10**9 for digits in re.findall("[0-9]+", text)]
+            totals[-1] += last * (max(numbers) - 1)
+            last *= max(numbers)
+        elif text not in ("*", "+", "?", "|", ")"):
+            last = 1
+            totals[-1] += 1
+    return sum(totals)
+
+
+_REPEAT = re.compile(r"\{[0-9]+(,[0-9]*)?\}")
+_TOKEN = re.compile(rf"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|{_REPEAT.pattern}", re.DOTALL)
 
 
 def _check_depth(schema: Any) -> None:

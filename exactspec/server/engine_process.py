@@ -12,6 +12,7 @@ import gc
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ log = logging.getLogger("exactspec.engine")
 
 IDLE_POLL_MS = 200
 STATS_EVERY_S = 0.5
+COMPILE_TIMEOUT_S = 10.0  # for one grammar, from when its compilation begins
 
 
 def build_from_json(settings: dict[str, Any]) -> Any:
@@ -154,7 +156,7 @@ class EngineLoop:
             if params.json_schema or params.regex or params.ebnf:
                 self.engine.check(request)
                 future = self.engine.grammars.prepare(params)
-                self.compiling[request.request_id] = (request, future, time.monotonic() + 10.0)
+                self.compiling[request.request_id] = (request, future, math.inf)
             else:
                 self.engine.add(request)
         except (RequestError, QueueFullError, ConfigError) as error:
@@ -171,6 +173,8 @@ class EngineLoop:
     def _admit_compiled(self) -> None:
         """Requests enter the engine when their grammar is ready; until then steps go on without them."""
         for request_id, (request, future, deadline) in list(self.compiling.items()):
+            if deadline == math.inf and future.running():  # its turn has come: the time in the queue is not its fault
+                self.compiling[request_id] = (request, future, time.monotonic() + COMPILE_TIMEOUT_S)
             try:
                 if future.done():
                     future.result()
@@ -179,7 +183,7 @@ class EngineLoop:
                 elif time.monotonic() > deadline:
                     del self.compiling[request_id]
                     kind = next(k for k in ("json_schema", "regex", "ebnf") if getattr(request.params, k))
-                    raise RequestError(kind, "took more than 10 s to compile")
+                    raise RequestError(kind, f"took more than {COMPILE_TIMEOUT_S:g} s to compile")
             except (RequestError, QueueFullError, ConfigError) as error:
                 self.compiling.pop(request_id, None)
                 self._refuse(request_id, error)

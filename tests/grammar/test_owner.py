@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from exactspec.errors import RequestError
 from exactspec.grammar import GrammarCompiler, MaskOwner, check_grammar, needs_grammar
+from exactspec.grammar.schema import written_out
 from exactspec.types import SamplingParams
 
 
@@ -279,6 +280,30 @@ def test_bad_grammars_are_refused_by_name(field: str, text: str, words: str) -> 
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0), ("abc", 3), ("a{3}", 3), ("a{2,5}b*", 6), ("(ab){0,10}", 20), ("((a{9}b){2}c){3}", 63),
+        ("[a-z]{4,}", 4), (r"\[a\]{3}", 5), (r"[^\]{5}]{2}", 2), ("[]{9}]{2}", 2), (r"\{3}", 3), ("(a|b)?{7}", 14),
+        ("a)b{2}", 3), ("{3}", 0), ("a{" + "9" * 5000 + "}", 10**9),
+    ],
+)  # fmt: skip
+def test_the_size_of_a_pattern_with_its_repeats_written_out(pattern: str, size: int) -> None:
+    assert written_out(pattern) == size
+
+
+def test_patterns_that_count_too_far_are_refused_before_they_occupy_the_compiler() -> None:
+    """One of these takes minutes, and nobody's grammar would be compiled while two of them are."""
+    for pattern in ("[a-z]{0,30000}", "([a-z]{0,200}x){0,200}", "(((a{9}){99}){99}){99}"):
+        for schema in ({"type": "string", "pattern": pattern}, {"patternProperties": {pattern: {"type": "null"}}}):
+            with pytest.raises(RequestError, match="pattern at #/items is too large"):
+                check_grammar(SamplingParams(json_schema=json.dumps({"type": "array", "items": schema})))
+    many = {"properties": {f"p{i}": {"type": "string", "pattern": "a{0,2500}"} for i in range(20)}}
+    with pytest.raises(RequestError, match="too large"):
+        check_grammar(SamplingParams(json_schema=json.dumps(many)))
+    assert owner(json_schema='{"type": "string", "pattern": "^(\\\\w{1,12} ){1,12}$"}').can_start
+
+
 def test_anchors_are_tolerated_and_an_escaped_dollar_is_a_dollar() -> None:
     assert walk(owner(regex="^ab$"), "ab")
     assert walk(owner(regex=r"a\$"), "a$")
@@ -306,6 +331,5 @@ def test_compiling_happens_in_the_background_and_has_a_time_limit() -> None:
 
 def test_what_needs_a_grammar() -> None:
     assert not needs_grammar(SamplingParams())
-    assert not needs_grammar(SamplingParams(regex=""))
     assert needs_grammar(SamplingParams(ebnf='root ::= "a"'))
     check_grammar(SamplingParams())
