@@ -94,6 +94,32 @@ class Sample:
         return Delta(self.stream.append(output.token_ids, output.finish), first, output)
 
 
+def _due(pending: dict[str, Sample], waiting: dict[str, StepOutput], interval: int) -> list[tuple[Sample, StepOutput]]:
+    """Takes out of `waiting` what has enough new tokens or an end, and out of `pending` what has ended."""
+    due = []
+    for request_id, output in list(waiting.items()):
+        sample = pending[request_id]
+        if output.finish is None and len(output.token_ids) < (interval if sample.token_ids else 1):
+            continue
+        del waiting[request_id]
+        due.append((sample, output))
+        if output.finish is not None:
+            del pending[request_id]
+    return due
+
+
+def merged(first: StepOutput, then: StepOutput) -> StepOutput:
+    """Two outputs of one request, one after the other, as one. Changes `first`."""
+    for name in ("token_ids", "sources", "logprobs", "hidden_states", "sampling_mask"):
+        if getattr(then, name) is not None:
+            setattr(first, name, [*(getattr(first, name) or ()), *getattr(then, name)])
+    for name in ("prompt_logprobs", "prompt_hidden", "next_token"):
+        if getattr(then, name) is not None:
+            setattr(first, name, getattr(then, name))
+    first.finish, first.stats = then.finish, then.stats
+    return first
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt and how to continue it."""
@@ -159,28 +185,29 @@ class Generation:
         stream = TextStream(tokenizer, prompt.params)
         return Sample(request, rid, prompt_index, index, stream, prompt.return_hidden)
 
-    async def arrivals(self) -> AsyncGenerator[list[tuple[Sample, StepOutput]], None]:
-        """Runs the samples; yields all that has arrived since the last time, until all have ended.
+    async def arrivals(self, interval: int = 1) -> AsyncGenerator[list[tuple[Sample, StepOutput]], None]:
+        """Runs the samples; yields what has arrived since the last time, one output a sample, until all have ended.
 
-        Each output must be handed to `take` before the next one of its sample. Raises ApiError when any sample is
-        refused or lost. Leaving early (also by cancellation) aborts the rest.
+        A reader that falls behind gets several steps as one. After its first token a sample waits until it has
+        `interval` new ones. What is yielded must be handed to `take` before the next turn. Raises ApiError when any
+        sample is refused or lost. Leaving early (also by cancellation) aborts the rest.
         """
         pending = {sample.request.request_id: sample for sample in self.samples}
         deadline = None if self.time_limit is None else time.perf_counter() + self.time_limit
         try:
             for sample in self.samples:
                 self.client.submit(sample.request, self._mailbox)
+            waiting: dict[str, StepOutput] = {}
             while pending:
-                arrived: list[tuple[Sample, StepOutput]] = []
                 failure: ApiError | None = None
                 for request_id, event in await (self._mailbox.get_all() if deadline is None else self._next(deadline)):
                     if isinstance(event, StepOutput):
-                        arrived.append((pending[request_id], event))
-                        if event.finish is not None:
-                            del pending[request_id]
+                        held = waiting.get(request_id)
+                        waiting[request_id] = event if held is None else merged(held, event)
                     else:
                         failure = event if isinstance(event, ApiError) else self._refusal(event)
                         break
+                arrived = _due(pending, waiting, interval if failure is None else 1)
                 if arrived:
                     yield arrived
                 if failure is not None:

@@ -331,10 +331,8 @@ async def _events(server: Server, body: GenerateBody) -> AsyncGenerator[bytes, N
         job = await _parse(body, server)
         generation = server.generation(job.prompts, NATIVE_NAMES)
         pieces = Pieces(server, job, generation.samples)
-        async for arrived in generation.arrivals():
-            data = b"".join([pieces.event(sample, generation.take(sample, output)) for sample, output in arrived])
-            if data:
-                yield data
+        async for arrived in generation.arrivals(job.interval):
+            yield b"".join([pieces.event(sample, generation.take(sample, output)) for sample, output in arrived])
     except SchemaError:
         raise
     except ApiError as error:
@@ -352,20 +350,11 @@ class Pieces:
         wanted = job.body.incremental_stream
         self.incremental = server.options.incremental_streaming_output if wanted is None else wanted
         self.index = {sample: number for number, sample in enumerate(samples)}
-        self.shown = dict.fromkeys(samples, 0)  # tokens in events so far
-        self.held: dict[Sample, str] = dict.fromkeys(samples, "")  # text of tokens not yet in an event
 
     def event(self, sample: Sample, delta: Delta) -> bytes:
-        """The event that tells of `delta`; nothing while there are too few new tokens."""
-        shown = self.shown[sample]
-        text = self.held[sample] + delta.text
-        new = len(sample.token_ids) - shown
-        if sample.finish is None and (new == 0 or (shown and new < self.job.interval)):
-            self.held[sample] = text
-            return b""
+        """The event that tells of `delta`."""
         if self.incremental:
-            event = answer(self.server, self.job, sample, since=shown, text=text)
+            event = answer(self.server, self.job, sample, since=delta.first_token, text=delta.text)
         else:
             event = answer(self.server, self.job, sample)
-        self.shown[sample], self.held[sample] = len(sample.token_ids), ""
         return sse(event | {"index": self.index[sample]} if self.many else event)

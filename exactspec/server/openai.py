@@ -101,7 +101,7 @@ async def stream_response(
     request: Request, body: OpenAIBody, shell: dict[str, Any], generation: Generation, render: Render
 ) -> Response:
     """Streams chunks. What goes wrong before the first one is an ordinary HTTP error."""
-    arrivals = generation.arrivals()
+    arrivals = generation.arrivals(server_of(request).options.stream_interval)
     first = await unless_gone(request.receive, anext(arrivals))
     return EventStream(_frames(server_of(request), body, shell, generation, render, first, arrivals))
 

@@ -63,7 +63,7 @@ function makePanel(title) {
   panel.innerHTML = `<h2></h2><dl class="numbers"></dl><div class="blocks" aria-hidden="true"></div><div class="text" aria-live="off"></div>`;
   panel.querySelector("h2").textContent = title;
   $("panels").append(panel);
-  return { panel, text: panel.querySelector(".text"), numbers: panel.querySelector(".numbers"), blocks: panel.querySelector(".blocks"), ids: [], started: 0, first: 0, rounds: 0, drafted: 0, tokens: 0 };
+  return { panel, text: panel.querySelector(".text"), numbers: panel.querySelector(".numbers"), blocks: panel.querySelector(".blocks"), ids: [], started: 0, first: 0, rounds: 0, open: 0, drafted: 0, tokens: 0 };
 }
 
 function colour(logprob) {
@@ -108,6 +108,19 @@ function show(view, last) {
   }));
 }
 
+// An event may hold several rounds: each ends with the one token that was not drafted. The first token is the prompt's.
+function countToken(view, source) {
+  if (!view.first) { view.first = performance.now(); return; }
+  view.open += 1;
+  if (source !== "accepted") closeRound(view);
+}
+
+function closeRound(view) {
+  view.rounds += 1;
+  addBlock(view, view.open);
+  view.open = 0;
+}
+
 function addBlock(view, size) {
   const bar = document.createElement("i");
   bar.style.height = Math.min(100, size * 11) + "%";
@@ -130,9 +143,8 @@ async function generate({ base, more }, view, seed, signal) {
   for await (const event of eventsOf(await post(base, "generate", body, signal))) {
     if (event.error) throw new Error(event.error.message);
     const meta = event.meta_info;
-    const count = event.output_ids.length;
-    if (count && !view.first) view.first = performance.now();
-    else if (count) { view.rounds += 1; addBlock(view, count); }
+    meta.token_sources.forEach((source) => countToken(view, source));
+    if (meta.finish_reason && view.open) closeRound(view); // the end cut it short
     meta.output_token_logprobs.forEach((token, i) => addToken(view, token, meta.output_top_logprobs[i], meta.token_sources[i]));
     show(view, meta.finish_reason ? event : null);
   }
