@@ -6,12 +6,19 @@ nothing. Keeping the features is a copy; the K/V are made when a proposal wants 
 A mark says of every slot whether the features kept there are those of its last target forward (else the K/V are). It
 changes only when a forward has written the slot, so it holds for whoever owns the page next: prefix hits, shared pages,
 retraction and eviction need no bookkeeping here either.
+
+Looking at the marks of a whole context in every round would cost more than the rest of it. A request that was caught up
+stays so until something is kept again, or it is retracted and may come back to other pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from exactspec.types import RunningRequest
 
 
 class Backlog:
@@ -24,12 +31,29 @@ class Backlog:
     def __init__(self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._features = torch.empty(num_slots, width, dtype=dtype, device=device)
         self._kept = torch.zeros(num_slots, dtype=torch.bool, device=device)
+        self._num_keeps = 0
+        self._done: dict[RunningRequest, tuple[int, int]] = {}  # keeps and retractions when it was last caught up
 
     def keep(self, slots: Tensor, features: Tensor) -> None:
         """features [T, width] float32 of the rows just written at `slots` [T]."""
         at = slots.long()
         self._features.index_copy_(0, at, features.to(self._features.dtype))
         self._kept[at] = True
+        self._num_keeps += 1
+
+    def is_done(self, requests: Sequence[RunningRequest]) -> bool:
+        """Nothing is behind for any of these; a False may be overcautious."""
+        return all(self._done.get(r) == (self._num_keeps, r.stats.num_retracted) for r in requests)
+
+    def done(self, slots: Tensor, requests: Sequence[RunningRequest]) -> None:
+        """All that `behind` found for these requests has been made: at `slots`."""
+        self.strike(slots)
+        for request in requests:
+            self._done[request] = (self._num_keeps, request.stats.num_retracted)
+
+    def forget(self, request: RunningRequest) -> None:
+        """The request has left the engine."""
+        self._done.pop(request, None)
 
     def strike(self, slots: Tensor) -> None:
         """The K/V of `slots` [T] have been made."""

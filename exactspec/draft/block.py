@@ -25,7 +25,7 @@ from exactspec.draft.vocabulary import head_rows
 from exactspec.errors import ConfigError
 from exactspec.model.config import ROPE_SLACK
 from exactspec.model.target import TargetModel
-from exactspec.types import ForwardBatch, Proposal
+from exactspec.types import ForwardBatch, Proposal, RunningRequest
 
 CATCH_UP_ROWS = 512  # at a time
 
@@ -103,15 +103,19 @@ class BlockDrafter(Drafter):
         for start in range(0, slots.shape[0], CATCH_UP_ROWS):
             rows = slice(start, start + CATCH_UP_ROWS)
             self._learn(backlog.features(slots[rows]), positions[rows], slots[rows])
-        backlog.strike(slots)
+        backlog.done(slots, batch.requests)
         self.catch_up_seconds += time.perf_counter() - began
+
+    def forget(self, request: RunningRequest) -> None:
+        if self._backlog is not None:
+            self._backlog.forget(request)
 
     @torch.no_grad()
     def propose(self, batch: DraftBatch) -> Proposal:
         lengths = [min(self.gamma, request.draft_room) for request in batch.requests]
         if not any(lengths):
             return Proposal(batch.anchor_ids.new_zeros((len(lengths), self.gamma)), lengths)
-        if self._backlog is not None:
+        if self._backlog is not None and not self._backlog.is_done(batch.requests):
             self._catch_up(self._backlog, batch)
         hidden = self._hidden(batch)
         noise = batch.noise or backend_noise(self.backend, self.config.vocab_size)

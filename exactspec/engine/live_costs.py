@@ -2,15 +2,20 @@
 
 A curve is measured once, perhaps while the machine was busy, and without what a request adds (sampling, filters, longer
 contexts). So every decode step reports its times. The ratio of real to measured time is kept for each measured point;
-points that no step has come near yet take the mean ratio of all. A machine that is slower altogether so changes no
-decision, and a wrong curve is right after some steps.
+points that no step has come near yet take the ratio between those of their nearest neighbours that were seen: one slow
+point must not look like a stair whose other end is near. A machine that is slower altogether so changes no decision,
+and a wrong curve is right after some steps.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from exactspec.engine.profile import StepCosts
 from exactspec.verify.sps import SpsTable
@@ -30,27 +35,37 @@ class _Curve:
         self.ratios = np.ones(len(table.rows))
         self.counts = np.zeros(len(table.rows))
         self._sizes = np.log(table.rows)
+        self._borders = [math.sqrt(a * b) for a, b in itertools.pairwise(table.rows)]
 
     def point(self, size: int) -> int:
-        """The measured point nearest to a size."""
-        return int(np.abs(self._sizes - np.log(max(size, 1))).argmin())
+        """The measured point nearest to a size, by their ratio."""
+        return bisect.bisect_left(self._borders, size)
 
-    def note(self, size: int, seconds: float) -> None:
+    def note(self, size: int, seconds: float) -> bool:
+        """Whether this was one of the first looks at a point. There its neighbours count as one look."""
         point = self.point(size)
-        expected = 1.0 / self.table.sps(size)
-        ratio = seconds / expected
-        if self.counts[point]:
-            ratio = min(max(ratio, self.ratios[point] / _WIDEST), self.ratios[point] * _WIDEST)
-        self.counts[point] += 1
-        self.ratios[point] += (ratio - self.ratios[point]) / min(self.counts[point], _MEMORY)
+        ratio = seconds * self.table.sps(size)
+        looks = int(self.counts[point])
+        believed = float(self.ratios[point])
+        if not looks:
+            believed = float(self._all_ratios()[point]) if self.counts.any() else ratio
+        ratio = min(max(ratio, believed / _WIDEST), believed * _WIDEST)
+        self.counts[point] = looks + 1
+        self.ratios[point] = believed + (ratio - believed) / min(looks + 2, _MEMORY)
+        return looks < _FIRST_LOOKS
+
+    def _all_ratios(self) -> NDArray[np.float64]:
+        seen = self.counts > 0
+        return np.exp(np.interp(self._sizes, self._sizes[seen], np.log(self.ratios[seen])))
 
     def mean_ratio(self) -> float | None:
         """Over the points that were seen; None before the first."""
         seen = self.counts > 0
         return float(np.exp(np.log(self.ratios[seen]).mean())) if seen.any() else None
 
-    def rebuild(self, unseen: float) -> None:
-        ratios = np.where(self.counts > 0, self.ratios, unseen)
+    def rebuild(self, otherwise: float) -> None:
+        """`otherwise`: the ratio where no point was seen."""
+        ratios = self._all_ratios() if self.counts.any() else otherwise
         seconds = np.array(self.table.seconds) * ratios
         self.current = SpsTable.from_measurements(self.table.key, self.table.rows, seconds.tolist())
 
@@ -82,15 +97,15 @@ class LiveCosts:
         """One decode step without prefill: rows of the target and its time; requests drafted for (0: none) and that."""
         if self.fixed:
             return
-        self._step.note(rows, step_seconds)
+        is_new = self._step.note(rows, step_seconds)
         if drafted and self._draft is not None:
-            self._draft.note(drafted, draft_seconds)
+            is_new |= self._draft.note(drafted, draft_seconds)
         self._notes += 1
-        if self._notes % _REBUILD_EVERY == 1:
+        if is_new or self._notes % _REBUILD_EVERY == 0:
             common = self._step.mean_ratio() or 1.0
             self._step.rebuild(common)
             if self._draft is not None:
-                self._draft.rebuild(self._draft.mean_ratio() or common)
+                self._draft.rebuild(common)
 
     def ratios(self) -> Sequence[float]:
         """Real time over measured time by point of the step curve (1 where none was seen)."""

@@ -88,7 +88,7 @@ class RoundRunner:
 
     def run(self, plan: StepPlan) -> RoundResult:
         began, caught_up = time.perf_counter(), self.drafter.catch_up_seconds
-        drafting = bool(plan.decodes) and self.drafter.gamma > 0 and self.policy.wants_drafts(plan)
+        drafting = self._can_draft(plan.decodes) and self.policy.wants_drafts(plan)
         proposal = self._propose(plan.decodes) if drafting else None
         caught_up = self.drafter.catch_up_seconds - caught_up  # due to steps before: no part of what a draft costs
         blocks = self._build_blocks(plan, proposal)
@@ -104,6 +104,10 @@ class RoundRunner:
             ended, rows = time.perf_counter(), sum(len(block.token_ids) for block in blocks)
             self.policy.note_times(rows, ended - drafted, len(plan.decodes) * drafting, drafted - began - caught_up)
         return result
+
+    def _can_draft(self, decodes: Sequence[RunningRequest]) -> bool:
+        """Somebody has a use for drafts. Else nothing is made and its time says nothing of what drafts cost."""
+        return self.drafter.gamma > 0 and any(request.draft_room for request in decodes)
 
     def _forward(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         return self.target.forward(batch, self.pool, self.drafter.capture_layers)

@@ -5,7 +5,7 @@ With coupled acceptance no choice here can change a token.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -18,8 +18,8 @@ from exactspec.sampling.sampler import SampleResult
 from exactspec.scheduler.plan import StepPlan
 from exactspec.types import Proposal, TokenSource
 from exactspec.verify.accept import AcceptResult, accept_coupled, accept_rejection
-from exactspec.verify.plan import VerifyPlan, make_plan, plan_confidence, rates_ahead
-from exactspec.verify.survival import AcceptanceEstimate, Floats, prefix_survival
+from exactspec.verify.plan import plan_confidence, rates_ahead
+from exactspec.verify.survival import AcceptanceEstimate, Floats, RecentBlocks, prefix_survival
 
 
 class VerifyPolicy(Protocol):
@@ -107,62 +107,80 @@ class VerifyByConfidence:
     learns = True
     PROBE_EVERY = 512  # steps: while drafting does not pay, how often to look again
     HOPELESS = 0.6  # drafting that is expected to give less than this share of plain steps is not tried
-    TRIALS = 0.01  # share of all decode time that may be lost by trying drafts where they are not expected to pay
+    TRIALS = 0.005  # share of all decode time that may be lost by trying drafts where they are not expected to pay
     TRIALS_AT_START = 2.0  # what may be lost before that, in times of a step of one row
-    DECIDE_EVERY = 8  # steps: plain steps at one load are decided together
+    DECIDE_EVERY = 8  # steps at one load that are decided together
     ADVANTAGE = 1.05  # what drafting must be expected to gain before it begins; it goes on while it gains anything
-    REMEMBERED = 256  # blocks whose survival stands for the next ones
-    ALIKE = 0.99  # numbers of drafts whose expected speeds differ by less are alike: the most are verified
+    ALIKE = 0.97  # numbers of drafts whose expected speeds differ by less are alike: the most are verified
+    PASSING = 2048  # drafted rounds with so many base rows until fewer drafts are tried there: a device may have to
+    # prepare each size of a round, which is time lost where a batch only passes through
 
     def __init__(self, acceptance: str, gamma: int, costs: LiveCosts) -> None:
         self.needs_draft_probs = acceptance == "rejection"
         self.costs = costs
+        self.gamma = gamma
         self.estimate = AcceptanceEstimate(gamma)
-        self.num_undrafted_steps = 0  # in a row
-        self._plain_load: tuple[int, int] | None = None  # (requests, prefill rows) of the last decision for plain steps
+        self.blocks = RecentBlocks()
+        self.num_undrafted_steps = 0  # in a row, trials among them
+        self._num_drafted_steps = 0  # in a row
+        self._load: tuple[int, int] | None = None  # (requests, prefill rows) of the last decision
         self._seconds = 0.0  # of all decode steps, as the costs say: ranks must decide alike
         self._lost = -self.TRIALS_AT_START / costs.step.sps(1)  # of these, on trials
         self._accept = VerifyAll(acceptance).accept
-        self._remembered: deque[Floats] = deque()  # survival by round, newest last
-        self._ahead: tuple[tuple[int, int], int] | None = None  # (requests, base rows), drafts: the last decision ahead
+        self._ahead: tuple[int, int] | None = None  # base rows and drafts: the last decision ahead
         self._num_ahead = 0  # rounds that it has served
+        self._num_rounds: Counter[int] = Counter()  # drafted ones that were decided ahead, by base rows
 
     def wants_drafts(self, plan: StepPlan) -> bool:
-        """Compares the expected tokens per second with and without drafting, by the acceptance of past rounds."""
-        count = len(plan.decodes)
-        load = (count, plan.num_prefill_rows)
-        if load == self._plain_load and self.num_undrafted_steps % self.DECIDE_EVERY:
-            self.num_undrafted_steps += 1
-            return False
-        drafted = self._drafted(*load)
-        gain = drafted.tokens_per_second / (count * self.costs.step.sps(count))
-        if gain >= (self.ADVANTAGE if self.num_undrafted_steps else 1.0):
-            self.num_undrafted_steps, self._plain_load = 0, None
-            return True
+        """Compares the expected tokens per second with and without drafting, by the blocks of past rounds."""
+        load = (len(plan.decodes), plan.num_prefill_rows)
+        if load == self._load and self._is_settled():
+            self._count(self._num_drafted_steps > 0)
+            return self._num_drafted_steps > 0
+        self._load = load
+        gain, seconds = self._expected(plan)
+        pays = gain >= (self.ADVANTAGE if self.num_undrafted_steps else 1.0)
         is_time = self.num_undrafted_steps % self.PROBE_EVERY == self.PROBE_EVERY - self.DECIDE_EVERY
-        self.num_undrafted_steps, self._plain_load = self.num_undrafted_steps + 1, load
-        unknown = not plan.prefills and not self.costs.is_draft_known(count)
-        return gain >= self.HOPELESS and (unknown or is_time) and self._may_lose(drafted, gain)
+        self._count(pays)
+        if is_time and not pays:
+            self.blocks.forget_half()
+        unknown = self.blocks.is_half_known or not self.costs.is_draft_known(load[0])
+        wonders = gain >= self.HOPELESS and (is_time or (unknown and not plan.prefills))
+        return pays or (wonders and self._may_lose(gain, seconds))
 
-    def _may_lose(self, drafted: VerifyPlan, gain: float) -> bool:
-        """Whether the time for a trial is there; if so it counts as spent."""
-        loss = max(0.0, 1.0 - gain) * drafted.expected_tokens / drafted.tokens_per_second
+    def _is_settled(self) -> bool:
+        """Steps at one load are decided together; not those with which drafting begins: it might be a mistake."""
+        drafted = self._num_drafted_steps
+        if drafted:
+            return drafted >= self.DECIDE_EVERY and drafted % self.DECIDE_EVERY > 0
+        return self.num_undrafted_steps % self.DECIDE_EVERY > 0
+
+    def _count(self, drafted: bool) -> None:
+        self._num_drafted_steps = self._num_drafted_steps + 1 if drafted else 0
+        self.num_undrafted_steps = 0 if drafted else self.num_undrafted_steps + 1
+
+    def _may_lose(self, gain: float, seconds: float) -> bool:
+        """Whether the time for a trial is there; if so what it is expected to lose counts as spent."""
+        loss = max(0.0, 1.0 - gain) * seconds
         if self._lost + loss > self.TRIALS * self._seconds:
             return False
         self._lost += loss
         return True
 
-    def _drafted(self, count: int, prefill_rows: int) -> VerifyPlan:
-        """What a step with drafts for `count` requests is expected to give, by the acceptance of past rounds."""
-        rows = count + prefill_rows
-        return make_plan(
-            self.estimate.survival(count),
-            [self.estimate.gamma] * count,
-            rows,
-            self.costs.step,
-            stop_early=False,
-            draft_seconds=self._spent(count, rows),
-        )
+    def _expected(self, plan: StepPlan) -> tuple[float, float]:
+        """Of a step with drafts for the plan's requests: tokens per second, over those of a plain step, and its
+        seconds."""
+        count, step = len(plan.decodes), self.costs.step
+        rows, room = count + plan.num_prefill_rows, sum(min(self.gamma, r.draft_room) for r in plan.decodes)
+        spent = self._spent(count, rows)
+        rates = rates_ahead(self._survival(), count, rows, range(room + 1), step, spent)
+        best = int(rates.argmax())
+        return float(rates[best]) / (count * step.sps(count)), 1.0 / step.sps(rows + best) + spent
+
+    def _survival(self) -> Floats:
+        """[W, G] of W blocks like those to come."""
+        known = self.blocks.survival()
+        return self.estimate.survival(1) if known is None else known
 
     def _spent(self, count: int, rows: int) -> float:
         """Seconds of drafting, less those of prefill rows in the step: they are due whatever is decided, and would make
@@ -172,29 +190,27 @@ class VerifyByConfidence:
 
     def drafts_ahead(self, plan: StepPlan, base_rows: int, choices: Sequence[int]) -> int:
         count = len(plan.decodes)
-        load = (count, base_rows)
-        if self._ahead is not None and self._ahead[0] == load and self._num_ahead < self.DECIDE_EVERY:
+        self._num_rounds[base_rows] += 1
+        if self._ahead is not None and self._ahead[0] == base_rows and self._num_ahead < self.DECIDE_EVERY:
             self._num_ahead += 1
             return self._ahead[1]
         self._ahead = None
         if not self.wants_drafts(plan):
             return 0
-        drafting, survival = choices[1:], self.estimate.survival(1)
-        if self._remembered:
-            survival = np.concatenate(self._remembered)
-        rates = rates_ahead(survival, count, base_rows, drafting, self.costs.step, self._spent(count, base_rows))
+        drafting, spent = choices[1:], self._spent(count, base_rows)
+        if self._num_rounds[base_rows] <= self.PASSING:
+            drafting = choices[-1:]
+        rates = rates_ahead(self._survival(), count, base_rows, drafting, self.costs.step, spent)
         chosen = drafting[np.flatnonzero(rates >= self.ALIKE * rates.max())[-1]]
         if not self.num_undrafted_steps:  # else it is a trial of one round
-            self._ahead, self._num_ahead = (load, chosen), 1
+            self._ahead, self._num_ahead = (base_rows, chosen), 1
         return chosen
 
     def note_round(self, survival: Floats | None, verified: Sequence[int], accepted: Sequence[int]) -> None:
-        self.estimate.update(verified, accepted)
         if survival is None:
-            return
-        self._remembered.append(survival)
-        while sum(map(len, self._remembered)) - len(self._remembered[0]) >= self.REMEMBERED:
-            self._remembered.popleft()
+            self.estimate.update(verified, accepted)
+        else:
+            self.blocks.note(survival, verified, accepted)
 
     def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
         self.costs.note(rows, step_seconds, drafted, draft_seconds)
@@ -215,11 +231,17 @@ class VerifyByConfidence:
 
     def accept(self, sampled: SampleResult, groups: list[RowGroup], proposal: Proposal | None) -> list[AcceptResult]:
         results = self._accept(sampled, groups, proposal)
-        drafted = [
-            (len(g.draft_tokens), r.num_accepted) for g, r in zip(groups, results, strict=True) if g.draft_tokens
-        ]
-        # also with nothing verified: what was counted fades, so that a bad stretch is not believed for ever
-        self.estimate.update([verified for verified, _ in drafted], [accepted for _, accepted in drafted])
+        if proposal is None or proposal.confidence is None:
+            drafted = [
+                (len(g.draft_tokens), r.num_accepted) for g, r in zip(groups, results, strict=True) if g.draft_tokens
+            ]
+            # also with nothing verified: what was counted fades, so that a bad stretch is not believed for ever
+            self.estimate.update([verified for verified, _ in drafted], [accepted for _, accepted in drafted])
+            return results
+        wanted = [row for row, length in enumerate(proposal.lengths) if length]
+        survival = prefix_survival(proposal.confidence.tolist())[wanted]
+        verified = [len(groups[row].draft_tokens) for row in wanted]
+        self.note_round(survival, verified, [results[row].num_accepted for row in wanted])
         return results
 
 

@@ -15,6 +15,7 @@ stuck at the first stair; it therefore climbs the convex curve below the measure
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,28 +71,33 @@ def make_plan(
     the step has anyway, the R anchors and all prefill rows. draft_seconds: time that the step has spent on drafting,
     which no plan gives back. stop_early: True for rejection acceptance (see above).
     """
-    a = np.asarray(survival, dtype=np.float64)
-    limits = np.asarray(lengths, dtype=np.int64)
-    num_requests = limits.shape[0]
-    if a.ndim != 2 or a.shape[0] != num_requests:
-        raise ConfigError(f"survival has shape {a.shape} for {num_requests} requests")
-    if limits.size and not 0 <= limits.min() <= limits.max() <= a.shape[1]:
-        raise ConfigError(f"lengths must be within 0 .. {a.shape[1]}, got {list(lengths)}")
-    proposed = np.arange(a.shape[1]) < limits[:, None]
-    owner, _ = np.nonzero(proposed)
-    gains = a[proposed]
-    order = np.argsort(-gains, kind="stable")  # equal ones stay in the order of their block
-    tokens = np.empty(gains.size + 1)
-    tokens[0] = num_requests
-    np.cumsum(gains[order], out=tokens[1:])
-    tokens[1:] += num_requests
-    rate = tokens / (1.0 / table.sps_range(base_rows, gains.size + 1) + draft_seconds)
+    blocks: list[list[float]] = np.asarray(survival).tolist()
+    num_requests = len(lengths)
+    if len(blocks) != num_requests:
+        raise ConfigError(f"survival has shape {np.shape(survival)} for {num_requests} requests")
+    if any(not 0 <= length <= len(block) for length, block in zip(lengths, blocks, strict=True)):
+        raise ConfigError(f"lengths must be within 0 .. {len(blocks[0])}, got {list(lengths)}")
+    # plain Python: some dozens of numbers, in a moment when nothing of numpy is in any cache
+    drafts = [(a, owner) for owner, block in enumerate(blocks) for a in block[: lengths[owner]]]
+    drafts.sort(key=_falling)  # equal ones stay in the order of their block
+    tokens = list(itertools.accumulate((a for a, _ in drafts), initial=float(num_requests)))
+    rates = _rates(tokens, table.sps_range(base_rows, len(tokens)), draft_seconds)
     if stop_early:
-        count = _first_peak(tokens / (1.0 / table.sps_range(base_rows, gains.size + 1, convex=True) + draft_seconds))
+        count = _first_peak(_rates(tokens, table.sps_range(base_rows, len(tokens), convex=True), draft_seconds))
     else:
-        count = int(np.argmax(rate))
-    lens = np.bincount(owner[order[:count]], minlength=num_requests)
-    return VerifyPlan(lens.tolist(), base_rows + count, float(tokens[count]), float(rate[count]))
+        count = rates.index(max(rates))
+    lens = [0] * num_requests
+    for _, owner in drafts[:count]:
+        lens[owner] += 1
+    return VerifyPlan(lens, base_rows + count, tokens[count], rates[count])
+
+
+def _falling(draft: tuple[float, int]) -> float:
+    return -draft[0]
+
+
+def _rates(tokens: list[float], sps: NDArray[np.float64], draft_seconds: float) -> list[float]:
+    return [n / (1.0 / speed + draft_seconds) for n, speed in zip(tokens, sps.tolist(), strict=True)]
 
 
 def rates_ahead(
@@ -112,7 +118,7 @@ def rates_ahead(
     blocks_each = np.shape(survival)[0] / num_requests
     wanted = np.asarray(places) * blocks_each
     tokens = num_requests + np.interp(wanted, np.arange(admitted.size), admitted) / blocks_each
-    seconds = np.array([1.0 / table.sps(base_rows + count) for count in places])
+    seconds = 1.0 / table.sps_range(base_rows, max(places) + 1)[np.asarray(places)]
     return np.asarray(tokens / (seconds + draft_seconds))
 
 
@@ -127,7 +133,6 @@ def worth_drafting(
     return drafted.tokens_per_second > len(lengths) * table.sps(base_rows)
 
 
-def _first_peak(rate: np.ndarray) -> int:
-    """Steps that can be made from the start with `rate` rising at each."""
-    stops = np.flatnonzero(rate[1:] <= rate[:-1])
-    return int(stops[0]) if stops.size else rate.size - 1
+def _first_peak(rates: list[float]) -> int:
+    """Steps that can be made from the start with `rates` rising at each."""
+    return next((n for n, (now, then) in enumerate(itertools.pairwise(rates)) if then <= now), len(rates) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,8 +18,8 @@ def prefix_survival(confidence: ArrayLike) -> Floats:
 
     A confidence that is not a number counts as 0: a bad draft costs speed and is never worth an error.
     """
-    c = np.nan_to_num(np.asarray(confidence, dtype=np.float64), nan=0.0)
-    return np.cumprod(np.clip(c, 0.0, 1.0), axis=-1, dtype=np.float64)
+    c = np.fmax(np.asarray(confidence, dtype=np.float64), 0.0)  # fmax: of a NaN and a number the number
+    return np.cumprod(np.minimum(c, 1.0), axis=-1, dtype=np.float64)
 
 
 class AcceptanceEstimate:
@@ -43,6 +44,8 @@ class AcceptanceEstimate:
 
     def update(self, verify_lens: Sequence[int], num_accepted: Sequence[int]) -> None:
         """One step's rounds. Position k was tested where the k drafts before it were accepted and it was verified."""
+        if not verify_lens and not self._tested.any():
+            return  # nothing to count, nothing to fade
         verified = np.asarray(verify_lens, dtype=np.int64)
         accepted = np.asarray(num_accepted, dtype=np.int64)
         if verified.shape != accepted.shape or (accepted > verified).any() or (verified > self.gamma).any():
@@ -70,3 +73,49 @@ class AcceptanceEstimate:
     def survival(self, num_requests: int) -> Floats:
         """[R, G], the same row for every request."""
         return np.broadcast_to(np.cumprod(self.conditional()), (num_requests, self.gamma))
+
+
+class RecentBlocks:
+    """The last blocks of a draft with a confidence head: what they said of themselves stands for the blocks to come.
+
+    Counting acceptance would mislead here. Only what looks likely is verified, so what is verified is accepted more
+    often than a draft is; of the others nobody knows. The survivals of whole blocks have no such choice in them. How
+    far the head is to be believed is counted: accepted drafts over those that it promised among the verified.
+    """
+
+    KEEP = 256  # blocks
+    ENOUGH = 32  # blocks from which something is known
+    DOUBT = 16.0  # promised drafts that count as kept from the start
+    HALF_LIFE = 4096.0  # promised drafts
+
+    def __init__(self) -> None:
+        self._rounds: deque[Floats] = deque()  # [R, G] each, newest last
+        self._num_blocks = 0
+        self._promised = self._kept = self.DOUBT
+
+    def note(self, survival: Floats, verified: Sequence[int], accepted: Sequence[int]) -> None:
+        """One round: survival [R, G] of its drafts by their confidence; by request how many were verified, accepted."""
+        promised = sum(sum(row[:count]) for row, count in zip(survival.tolist(), verified, strict=True))
+        fade = 0.5 ** (promised / self.HALF_LIFE)
+        self._promised = self._promised * fade + promised
+        self._kept = self._kept * fade + sum(accepted)
+        self._rounds.append(survival)
+        self._num_blocks += len(survival)
+        while self._num_blocks - len(self._rounds[0]) >= self.KEEP:
+            self._num_blocks -= len(self._rounds.popleft())
+
+    def forget_half(self) -> None:
+        """The older half of the rounds: they were long ago."""
+        for _ in range(len(self._rounds) // 2):
+            self._num_blocks -= len(self._rounds.popleft())
+
+    @property
+    def is_half_known(self) -> bool:
+        """There are some, and not enough."""
+        return 0 < self._num_blocks < self.ENOUGH
+
+    def survival(self) -> Floats | None:
+        """[W, G] of W blocks like those to come; None while too little is known."""
+        if self._num_blocks < self.ENOUGH:
+            return None
+        return np.concatenate(self._rounds) * min(1.0, self._kept / self._promised)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from exactspec.verify.plan import plan_confidence
 from exactspec.verify.sps import SpsKey, SpsTable
 
 KEY = SpsKey("test", "float32", "tiny", "0")
+REQUEST = SimpleNamespace(draft_room=1000)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -36,9 +39,20 @@ def test_a_wrong_curve_is_right_after_some_steps():
             costs.note(rows, true_step(rows), count, true_draft(count))
     for rows in (8, 16, 64):
         assert 1.0 / costs.step.sps(rows) == pytest.approx(true_step(rows), rel=0.05)
-    assert 1.0 / costs.step.sps(32) == pytest.approx(true_step(32), rel=0.3)  # nobody was there: the mean ratio
+    assert 1.0 / costs.step.sps(32) == pytest.approx(true_step(32), rel=0.3)  # nobody was there: as its neighbours
     assert costs.draft_seconds(8) == pytest.approx(true_draft(8), rel=0.05)
     assert costs.draft_seconds(0) == 0.0
+
+
+def test_where_nobody_was_costs_are_as_far_off_as_at_the_nearest_points():
+    """Steps of 64 rows take twice what was measured: those of 128 must not look nearly free beside them."""
+    costs = LiveCosts(StepCosts(curve(true_step), curve(true_draft)))
+    for _ in range(60):
+        costs.note(4, true_step(4), 0, 0.0)
+        costs.note(64, 2 * true_step(64), 0, 0.0)
+    for rows, ratio in ((2, 1.0), (4, 1.0), (64, 2.0), (128, 2.0)):
+        assert 1.0 / costs.step.sps(rows) == pytest.approx(ratio * true_step(rows), rel=0.03)
+    assert true_step(16) < 1.0 / costs.step.sps(16) < 2 * true_step(16)
 
 
 def test_a_hiccup_is_no_new_curve_and_fixed_costs_stay():
@@ -65,7 +79,7 @@ def test_whatever_the_profile_said_the_policy_ends_near_the_better_of_drafting_a
     gamma, rng = 7, np.random.default_rng(count)
     costs = LiveCosts(StepCosts(curve(true_step, step_scale), curve(true_draft, draft_scale)))
     policy = VerifyByConfidence("coupled", gamma, costs)
-    plan = StepPlan(decodes=[None] * count, prefills=[])
+    plan = StepPlan(decodes=[REQUEST] * count, prefills=[])
 
     def play(choose, steps):
         seconds = tokens = 0.0
@@ -106,5 +120,42 @@ def test_prefill_in_the_step_makes_no_draft_worth_its_time():
     costs = LiveCosts(StepCosts(curve(true_step), curve(true_draft)), fixed=True)
     policy = VerifyByConfidence("coupled", 7, costs)
     for count, wanted in ((1, True), (32, False)):
-        assert policy.wants_drafts(StepPlan(decodes=[None] * count)) is wanted
-        assert policy.wants_drafts(StepPlan(decodes=[None] * count, prefills=[Chunk()])) is wanted
+        assert policy.wants_drafts(StepPlan(decodes=[REQUEST] * count)) is wanted
+        assert policy.wants_drafts(StepPlan(decodes=[REQUEST] * count, prefills=[Chunk()])) is wanted
+
+
+def test_trials_wait_until_there_is_time_for_them():
+    """64 requests, a draft of 40 ms beside steps of 97 ms: looking what it brings loses 40 ms. Steps of one row take
+    13 ms, so two of them are not enough at the start; after three seconds a half percent makes up for the rest."""
+    costs = LiveCosts(StepCosts(curve(true_step), curve(lambda count: 0.04 * count / 64)))
+    policy = VerifyByConfidence("coupled", 7, costs)
+    plan = StepPlan(decodes=[REQUEST] * 64)
+    trials = []
+    for step in range(200):
+        drafts = policy.wants_drafts(plan)
+        policy.note_times(64, true_step(64), 64 * drafts, 0.04 * drafts)
+        trials += [step] * drafts
+    assert 25 < trials[0] < 50
+    assert len(trials) <= 3
+
+
+def test_one_trial_tells_what_the_next_would_cost():
+    """The profile says that drafts nearly pay; they cost ten times as much. 64 requests, then 60, 56, ...: each size
+    could be worth a look."""
+    costs = LiveCosts(StepCosts(curve(true_step), curve(lambda count: 0.0001 * count)))
+    policy = VerifyByConfidence("coupled", 7, costs)
+    trials = 0
+    for step in range(400):
+        count = 64 - step % 16 * 4
+        drafts = policy.wants_drafts(StepPlan(decodes=[REQUEST] * count))
+        trials += drafts
+        policy.note_times(count, true_step(count), count * drafts, 0.01 * count * drafts)
+    assert 0 < trials < 5
+
+
+def test_requests_with_no_use_for_drafts_are_not_drafted_for():
+    costs = LiveCosts(StepCosts(curve(true_step), curve(true_draft)), fixed=True)
+    policy = VerifyByConfidence("coupled", 7, costs)
+    assert policy.wants_drafts(StepPlan(decodes=[REQUEST]))
+    policy = VerifyByConfidence("coupled", 7, costs)
+    assert not policy.wants_drafts(StepPlan(decodes=[SimpleNamespace(draft_room=0)]))

@@ -180,3 +180,17 @@ def test_the_time_of_catching_up_is_no_part_of_what_a_draft_costs(target):
     run(engine, [request("r", SYSTEM, max_new_tokens=8)])
     assert {drafted for drafted, _ in heard} == {0, 1}
     assert all((seconds < -900.0) == (drafted == 1) for drafted, seconds in heard)
+
+
+def test_a_last_step_without_room_for_drafts_is_no_cheap_draft(target, draft):
+    """A batch that ends at its limit: the policy hears of no draft that took no time."""
+
+    class Hears(VerifyAll):
+        def note_times(self, rows, step_seconds, drafted, draft_seconds):
+            heard.append((rows, drafted))
+
+    heard = []
+    engine = make_engine(BlockDrafter(draft, target, 64 * PAGE), target=target, num_pages=64)
+    engine.runner.policy = Hears()
+    run(engine, [request(f"r{i}", SYSTEM, max_new_tokens=2, ignore_eos=True) for i in range(3)])
+    assert heard == [(3, 0)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from exactspec.errors import ConfigError
-from exactspec.verify.survival import AcceptanceEstimate, prefix_survival
+from exactspec.verify.survival import AcceptanceEstimate, RecentBlocks, prefix_survival
 
 
 def test_survival_is_the_running_product() -> None:
@@ -73,3 +73,38 @@ def test_impossible_counts_and_settings_are_refused() -> None:
             estimate.update(verified, accepted)
     with pytest.raises(ConfigError, match="gamma"):
         AcceptanceEstimate(0)
+
+
+def test_what_was_verified_because_it_looked_likely_says_nothing_of_the_rest() -> None:
+    """Half of the blocks survive, half do not, and the head knows which: only the good ones are verified, and all of
+    that is accepted. Counting acceptance would call every draft sure."""
+    blocks = RecentBlocks()
+    good, bad = [0.9, 0.8], [0.1, 0.0]
+    for _ in range(RecentBlocks.ENOUGH // 2):
+        assert blocks.survival() is None
+        blocks.note(np.array([good, bad]), [2, 0], [2, 0])
+    known = blocks.survival()
+    assert known is not None
+    np.testing.assert_allclose(known.mean(axis=0), [0.5, 0.4])
+
+
+def test_a_head_that_promises_too_much_is_believed_less() -> None:
+    blocks = RecentBlocks()
+    for _ in range(2000):
+        blocks.note(np.array([[0.9, 0.6]]), [2], [1])
+    known = blocks.survival()
+    assert known is not None
+    assert known.shape == (RecentBlocks.KEEP, 2)
+    assert known[0].sum() == pytest.approx(1.0, rel=0.02)
+
+
+def test_old_blocks_are_forgotten() -> None:
+    blocks = RecentBlocks()
+    for number in range(RecentBlocks.KEEP + 40):
+        blocks.note(np.array([[1.0 if number < 40 else 0.5]]), [0], [0])
+    assert (blocks.survival() == 0.5).all()
+    assert not blocks.is_half_known
+    for _ in range(4):
+        blocks.forget_half()
+    assert blocks.survival() is None
+    assert blocks.is_half_known
