@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +115,7 @@ def from_hf_config(hf_config: Any, context_length: int | None = None) -> ModelCo
         attention_scale=float(scale_base) ** -0.5,
         windows=tuple(hf_config.sliding_window if t == "sliding_attention" else None for t in layer_types),
         rope_index=tuple(kinds.index(t) if is_gemma else 0 for t in layer_types),
-        ropes=tuple(rope_spec(hf_config, kind) for kind in kinds),
+        ropes=tuple(_rope(hf_config, kind) for kind in kinds),
         max_context=max_context,
         context_length=_context_length(context_length, max_context, hf_config),
         tied=bool(hf_config.tie_word_embeddings),
@@ -127,6 +128,13 @@ def from_hf_config(hf_config: Any, context_length: int | None = None) -> ModelCo
         embed_scale=float(hf_config.hidden_size) ** 0.5 if is_gemma else 1.0,
         rope_type=",".join(rope_parameters(hf_config, kind).get("rope_type", "default") for kind in kinds),
     )
+
+
+def _rope(hf_config: Any, kind: str | None) -> RopeSpec:
+    rope = rope_spec(hf_config, kind)
+    if not all(math.isfinite(value) for value in (*rope.inv_freq, rope.attention_factor)):
+        raise CheckpointError(f"rope_parameters: {rope_parameters(hf_config, kind)!r} gives infinite frequencies")
+    return rope
 
 
 def architecture_of(hf_config: Any) -> str:
@@ -164,6 +172,16 @@ def _refuse_options(hf_config: Any, architecture: str) -> None:
 
 
 def _check_sizes(hf_config: Any) -> None:
+    most = {"num_hidden_layers": 10_000}  # more is a mistake, and listing their tensors would take for ever
+    for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "max_position_embeddings",
+    ):  # fmt: skip
+        size, limit = getattr(hf_config, name, None), most.get(name, 2**31)
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= limit:
+            raise CheckpointError(f"{name}: must be an integer from 1 to {limit}, got {size!r}")
+    if not 0 < hf_config.rms_norm_eps < math.inf:
+        raise CheckpointError(f"rms_norm_eps: must be a positive number, got {hf_config.rms_norm_eps!r}")
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     if kv_heads is None or kv_heads < 1 or heads % kv_heads:
         raise CheckpointError(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from exactspec.backend.base import LayerWeights
 from exactspec.backend.parallel import SINGLE, Parallel, shard_layer, shard_spec
-from exactspec.errors import CheckpointError, ConfigError
+from exactspec.errors import CheckpointError, ConfigError, ExactSpecError
 from exactspec.model.checkpoint import Checkpoint, check_tensors, tensor_shapes
 from exactspec.model.config import ModelConfig, from_hf_config
 from exactspec.model.hub import resolve_model
@@ -109,7 +110,12 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 
 def _config(checkpoint: Checkpoint, context_length: int | None) -> ModelConfig:
-    config = from_hf_config(checkpoint.hf_config, context_length)
+    try:
+        config = from_hf_config(checkpoint.hf_config, context_length)
+    except ExactSpecError:
+        raise
+    except Exception as error:  # values of the wrong kind, in transformers' RoPE functions too
+        raise CheckpointError(f"{checkpoint.where}: config: {type(error).__name__}: {error}") from error
     factors = checkpoint.rope_factors
     if not factors:
         return config
@@ -188,7 +194,12 @@ class _WeightReader:
         if not tensor.is_floating_point():
             raise CheckpointError(f"{self.checkpoint.where}: tensor {name} has dtype {tensor.dtype}, expected floats")
         self.progress.advance()
-        return tensor.to(self.device, dtype).contiguous()
+        weights = tensor.to(self.device, dtype).contiguous()
+        # NaN and infinities stay in a sum, which is faster than looking at each value
+        if not math.isfinite(weights.sum(dtype=torch.float32)) and not weights.isfinite().all():
+            where = f"{self.checkpoint.where}: tensor {name}"
+            raise CheckpointError(f"{where}: holds NaN or infinite values as {str(dtype).removeprefix('torch.')}")
+        return weights
 
     def matrix(self, *names: str) -> Tensor:
         """The weights of one or several linears, stacked along the outputs."""

@@ -113,14 +113,15 @@ def read_hf_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     raw = read_json(folder / "config.json")
-    named = (raw.get("architectures") or [None])[0]
-    if raw.get("model_type") not in ARCHITECTURES or (named and named not in ARCHITECTURES.values()):
+    architectures = raw.get("architectures") or [None]
+    named = architectures[0] if isinstance(architectures, list) else architectures
+    if str(raw.get("model_type")) not in ARCHITECTURES or (named and named not in ARCHITECTURES.values()):
         raise UnsupportedModelError(
             f"{folder}: architecture {named or raw.get('model_type')} is not supported; supported: {SUPPORTED}"
         )
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # transformers' checks of a faulty config raise many kinds
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
 
 
@@ -129,7 +130,7 @@ def load_hf_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+    except Exception as error:  # the tokenizer libraries raise many kinds, bare Exception among them
         raise CheckpointError(f"{folder}: cannot load the tokenizer: {error}") from error
 
 
@@ -147,6 +148,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def as_ids(value: Any) -> frozenset[int]:
     """An eos_token_id field: None, one id or a list."""
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise CheckpointError(f"eos_token_id: must be an integer or a list of them, got {value!r}")
+    return frozenset(ids)

@@ -147,6 +147,52 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path, name):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": 5}, "architecture 5 is not supported"),
+        ({"vocab_size": "x"}, "vocab_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: must be an integer from 1 to 10000"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings: must be an integer from 1"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps: must be a positive number, got inf"),
+        ({"hidden_act": []}, "config"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0, "rope_theta": 1e4}}, "gives infinite frequencies"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "config"),
+        ({"quantization_config": 5}, "config.json"),
+    ],
+)
+def test_faulty_values_of_a_config_are_refused(folder, changes, says):
+    edit_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=says):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", "5"),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": "x"}'),
+        ("generation_config.json", '{"eos_token_id": [[1]]}'),
+    ],
+)
+def test_other_files_that_are_not_what_they_should_be(folder, file, content):
+    (folder / file).write_text(content)
+    with pytest.raises(CheckpointError):
+        load(folder)
+
+
+def test_weights_that_are_no_numbers(folder):
+    """Also those that the dtype asked for cannot hold."""
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    for value, dtype in ((float("nan"), "auto"), (float("-inf"), "auto"), (1e30, "float16")):
+        tensors[name][3, 2] = value
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=rf"tensor {name}: holds NaN or infinite values as float"):
+            load_target(str(folder), dtype=dtype)
+
+
 def test_pickled_weights_are_not_loaded(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"found pytorch_model.bin, but pickled weights are not loaded"):
