@@ -53,6 +53,8 @@ from exactspec.scheduler.plan import StepPlan
 from exactspec.types import ForwardBatch, Proposal, RunningRequest, TokenLogprob
 from exactspec.verify.accept import AcceptResult, outcome_sources
 
+TAUGHT_AT_ONCE = 64  # requests
+
 
 def is_plain(request: RunningRequest) -> bool:
     """Its draws need nothing but logits, temperature and noise."""
@@ -134,6 +136,7 @@ class CudaRoundRunner(RoundRunner):
         )
         self.stage = RoundStage(request_bucket(self.most_requests), pages, drafter.gamma, self.device)
         self._by_block = isinstance(drafter, BlockDrafter)
+        self._num_taught = 0  # rounds
         self._drafts_on_device = self._by_block or not drafter.gamma
         self._simulated = policy.simulated if isinstance(policy, AcceptByDecree) else None
 
@@ -291,14 +294,17 @@ class CudaRoundRunner(RoundRunner):
         return part
 
     def _teach(self, flight: _CudaFlight, results: np.ndarray) -> None:
-        """Tells the policy what came of the round, and what it took."""
+        """Tells the policy what came of the round, and what it took. Of a large batch, of some requests in turn."""
         gamma, count = self.drafter.gamma, len(flight.requests)
+        self._num_taught += 1
         if flight.places:
+            shares = -(-count // TAUGHT_AT_ONCE)
+            told = results[self._num_taught % shares :: shares]
             survival = None
             if self._wants_confidence:
-                bits = results[:, DRAFTS + 2 * gamma + 1 :].astype(np.int32)
+                bits = told[:, DRAFTS + 2 * gamma + 1 :].astype(np.int32)
                 survival = bits.view(np.float32).astype(np.float64)
-            verified, accepted = results[:, Column.VERIFIED].tolist(), results[:, Column.ACCEPTED].tolist()
+            verified, accepted = told[:, Column.VERIFIED].tolist(), told[:, Column.ACCEPTED].tolist()
             self.policy.note_round(survival, verified, accepted)
         took = flight.slot.part_seconds()
         if took is not None:

@@ -19,7 +19,7 @@ from exactspec.scheduler.plan import StepPlan
 from exactspec.types import Proposal, TokenSource
 from exactspec.verify.accept import AcceptResult, accept_coupled, accept_rejection
 from exactspec.verify.plan import plan_confidence, rates_ahead
-from exactspec.verify.survival import AcceptanceEstimate, Floats, RecentBlocks, prefix_survival
+from exactspec.verify.survival import AcceptanceEstimate, Floats, RecentBlocks, survival_rows
 
 
 class VerifyPolicy(Protocol):
@@ -112,8 +112,8 @@ class VerifyByConfidence:
     DECIDE_EVERY = 8  # steps at one load that are decided together
     ADVANTAGE = 1.05  # what drafting must be expected to gain before it begins; it goes on while it gains anything
     ALIKE = 0.97  # numbers of drafts whose expected speeds differ by less are alike: the most are verified
-    PASSING = 2048  # drafted rounds with so many base rows until fewer drafts are tried there: a device may have to
-    # prepare each size of a round, which is time lost where a batch only passes through
+    ALIKE_AT_FIRST = 0.9  # the same, ahead, for the first FEW rounds with so many base rows: a device may have to
+    FEW = 2048  # prepare each size of a round, which is time lost where a batch only passes through
 
     def __init__(self, acceptance: str, gamma: int, costs: LiveCosts) -> None:
         self.needs_draft_probs = acceptance == "rejection"
@@ -126,6 +126,7 @@ class VerifyByConfidence:
         self._load: tuple[int, int] | None = None  # (requests, prefill rows) of the last decision
         self._seconds = 0.0  # of all decode steps, as the costs say: ranks must decide alike
         self._lost = -self.TRIALS_AT_START / costs.step.sps(1)  # of these, on trials
+        self._confident: list[list[float]] = []  # survival of the present round's drafts by their confidence
         self._accept = VerifyAll(acceptance).accept
         self._ahead: tuple[int, int] | None = None  # base rows and drafts: the last decision ahead
         self._num_ahead = 0  # rounds that it has served
@@ -198,10 +199,9 @@ class VerifyByConfidence:
         if not self.wants_drafts(plan):
             return 0
         drafting, spent = choices[1:], self._spent(count, base_rows)
-        if self._num_rounds[base_rows] <= self.PASSING:
-            drafting = choices[-1:]
+        alike = self.ALIKE if self._num_rounds[base_rows] > self.FEW else self.ALIKE_AT_FIRST
         rates = rates_ahead(self._survival(), count, base_rows, drafting, self.costs.step, spent)
-        chosen = drafting[np.flatnonzero(rates >= self.ALIKE * rates.max())[-1]]
+        chosen = drafting[np.flatnonzero(rates >= alike * rates.max())[-1]]
         if not self.num_undrafted_steps:  # else it is a trial of one round
             self._ahead, self._num_ahead = (base_rows, chosen), 1
         return chosen
@@ -210,7 +210,7 @@ class VerifyByConfidence:
         if survival is None:
             self.estimate.update(verified, accepted)
         else:
-            self.blocks.note(survival, verified, accepted)
+            self.blocks.note(survival.tolist(), verified, accepted)
 
     def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
         self.costs.note(rows, step_seconds, drafted, draft_seconds)
@@ -220,9 +220,9 @@ class VerifyByConfidence:
         if proposal is None:
             return [0] * len(plan.decodes)
         if proposal.confidence is not None:
-            survival = prefix_survival(proposal.confidence.tolist())
+            survival = self._confident = survival_rows(proposal.confidence.tolist())
         else:
-            survival = self.estimate.survival(len(plan.decodes))
+            survival = self.estimate.survival(len(plan.decodes)).tolist()
         rows = len(plan.decodes) + plan.num_prefill_rows
         return plan_confidence(
             survival, proposal.lengths, rows, self.costs.step, stop_early=self.needs_draft_probs,
@@ -239,9 +239,9 @@ class VerifyByConfidence:
             self.estimate.update([verified for verified, _ in drafted], [accepted for _, accepted in drafted])
             return results
         wanted = [row for row, length in enumerate(proposal.lengths) if length]
-        survival = prefix_survival(proposal.confidence.tolist())[wanted]
         verified = [len(groups[row].draft_tokens) for row in wanted]
-        self.note_round(survival, verified, [results[row].num_accepted for row in wanted])
+        accepted = [results[row].num_accepted for row in wanted]
+        self.blocks.note([self._confident[row] for row in wanted], verified, accepted)
         return results
 
 
