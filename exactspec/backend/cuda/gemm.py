@@ -23,12 +23,23 @@ PLAIN, SILU_MUL, GELU_MUL = 0, 1, 2
 
 
 @triton.jit
-def _prefetch_rows(ptrs, num_bytes: tl.constexpr):
-    """Asks for the first num_bytes behind each pointer to be brought into the L2 cache; changes no value."""
+def _prefetch_rows(w, num_rows, stride, BYTES: tl.constexpr, LANES: tl.constexpr):
+    """Asks for the first BYTES of num_rows rows to be brought into the L2 cache, for each once; changes no value.
+
+    w: two-byte elements. LANES at least 4 * num_rows; as many as threads or more, or else threads repeat each other.
+    """
+    pieces: tl.constexpr = 4 if BYTES >= 256 and BYTES % 64 == 0 else 1
+    lane = tl.arange(0, LANES)
+    ptrs = w + (lane // pieces).to(tl.int64) * stride + lane % pieces * (BYTES // pieces // 2)
     tl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0;",
-        "=r,l",
-        [ptrs],
+        f"""{{
+        .reg .pred there;
+        setp.ne.u32 there, $2, 0;
+        @there cp.async.bulk.prefetch.L2.global [$1], {BYTES // pieces};
+        mov.u32 $0, 0;
+        }}""",
+        "=r,l,r",
+        [ptrs, (lane < num_rows * pieces).to(tl.int32)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -104,9 +115,11 @@ def _gemm_kernel(
     k = tl.arange(0, BLOCK_K)
     n_in = tl.where(n < N, n, 0)
     if PREFETCH > 0:
-        _prefetch_rows(w + n_in.to(tl.int64) * K, PREFETCH)
+        rows = w + tl.cast(pid_n * BLOCK_N, tl.int64) * K
+        _prefetch_rows(rows, min(BLOCK_N, N - pid_n * BLOCK_N), K, PREFETCH, 4 * BLOCK_N)
         if ACTIVATION != 0:
-            _prefetch_rows(w + (N + n_in).to(tl.int64) * K, PREFETCH)
+            up_rows = rows + tl.cast(N, tl.int64) * K
+            _prefetch_rows(up_rows, min(BLOCK_N, N - pid_n * BLOCK_N), K, PREFETCH, 4 * BLOCK_N)
     wait_for_input(PDL)
     m_ok = (m < M)[:, None]
     x_ptr = x + m.to(tl.int64)[:, None] * K + k[None, :]
