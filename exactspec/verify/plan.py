@@ -71,7 +71,7 @@ def make_plan(
     the step has anyway, the R anchors and all prefill rows. draft_seconds: time that the step has spent on drafting,
     which no plan gives back. stop_early: True for rejection acceptance (see above).
     """
-    blocks: list[list[float]] = np.asarray(survival).tolist()
+    blocks: list[list[float]] = survival if isinstance(survival, list) else np.asarray(survival).tolist()
     num_requests = len(lengths)
     if len(blocks) != num_requests:
         raise ConfigError(f"survival has shape {np.shape(survival)} for {num_requests} requests")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -20,6 +21,18 @@ def prefix_survival(confidence: ArrayLike) -> Floats:
     """
     c = np.fmax(np.asarray(confidence, dtype=np.float64), 0.0)  # fmax: of a NaN and a number the number
     return np.cumprod(np.minimum(c, 1.0), axis=-1, dtype=np.float64)
+
+
+def survival_rows(confidence: Sequence[Sequence[float]]) -> list[list[float]]:
+    """prefix_survival of a round's few rows, without numpy: in a round it would take several times as long."""
+    rows = []
+    for block in confidence:
+        chance, row = 1.0, []
+        for c in block:
+            chance *= min(c, 1.0) if c > 0.0 else 0.0  # not greater than 0: a NaN too
+            row.append(chance)
+        rows.append(row)
+    return rows
 
 
 class AcceptanceEstimate:
@@ -89,13 +102,13 @@ class RecentBlocks:
     HALF_LIFE = 4096.0  # promised drafts
 
     def __init__(self) -> None:
-        self._rounds: deque[Floats] = deque()  # [R, G] each, newest last
+        self._rounds: deque[Sequence[Sequence[float]]] = deque()  # [R, G] each, newest last
         self._num_blocks = 0
         self._promised = self._kept = self.DOUBT
 
-    def note(self, survival: Floats, verified: Sequence[int], accepted: Sequence[int]) -> None:
+    def note(self, survival: Sequence[Sequence[float]], verified: Sequence[int], accepted: Sequence[int]) -> None:
         """One round: survival [R, G] of its drafts by their confidence; by request how many were verified, accepted."""
-        promised = sum(sum(row[:count]) for row, count in zip(survival.tolist(), verified, strict=True))
+        promised = sum(sum(row[:count]) for row, count in zip(survival, verified, strict=True))
         fade = 0.5 ** (promised / self.HALF_LIFE)
         self._promised = self._promised * fade + promised
         self._kept = self._kept * fade + sum(accepted)
@@ -118,4 +131,4 @@ class RecentBlocks:
         """[W, G] of W blocks like those to come; None while too little is known."""
         if self._num_blocks < self.ENOUGH:
             return None
-        return np.concatenate(self._rounds) * min(1.0, self._kept / self._promised)
+        return np.array([*itertools.chain(*self._rounds)]) * min(1.0, self._kept / self._promised)

@@ -6,12 +6,18 @@ import numpy as np
 import pytest
 
 from exactspec.errors import ConfigError
-from exactspec.verify.survival import AcceptanceEstimate, RecentBlocks, prefix_survival
+from exactspec.verify.survival import AcceptanceEstimate, RecentBlocks, prefix_survival, survival_rows
 
 
 def test_survival_is_the_running_product() -> None:
     survival = prefix_survival([[0.5, 0.5, 1.0, 0.0], [1.0, 0.9, 0.8, 0.7]])
     assert survival == pytest.approx(np.array([[0.5, 0.25, 0.25, 0.0], [1.0, 0.9, 0.72, 0.504]]))
+
+
+def test_rows_without_numpy_are_the_same() -> None:
+    rng = np.random.default_rng(0)
+    confidence = [*rng.random((20, 7)).tolist(), [0.9, float("nan"), 0.9, 1.0, 1.0, 1.0, 1.0], [2.0, -1.0] + [0.5] * 5]
+    assert survival_rows(confidence) == prefix_survival(confidence).tolist()
 
 
 def play(estimate: AcceptanceEstimate, rates: list[float], steps: int, verify_len: int, seed: int = 0) -> None:
@@ -82,7 +88,7 @@ def test_what_was_verified_because_it_looked_likely_says_nothing_of_the_rest() -
     good, bad = [0.9, 0.8], [0.1, 0.0]
     for _ in range(RecentBlocks.ENOUGH // 2):
         assert blocks.survival() is None
-        blocks.note(np.array([good, bad]), [2, 0], [2, 0])
+        blocks.note([good, bad], [2, 0], [2, 0])
     known = blocks.survival()
     assert known is not None
     np.testing.assert_allclose(known.mean(axis=0), [0.5, 0.4])
@@ -91,7 +97,7 @@ def test_what_was_verified_because_it_looked_likely_says_nothing_of_the_rest() -
 def test_a_head_that_promises_too_much_is_believed_less() -> None:
     blocks = RecentBlocks()
     for _ in range(2000):
-        blocks.note(np.array([[0.9, 0.6]]), [2], [1])
+        blocks.note([[0.9, 0.6]], [2], [1])
     known = blocks.survival()
     assert known is not None
     assert known.shape == (RecentBlocks.KEEP, 2)
@@ -101,7 +107,7 @@ def test_a_head_that_promises_too_much_is_believed_less() -> None:
 def test_old_blocks_are_forgotten() -> None:
     blocks = RecentBlocks()
     for number in range(RecentBlocks.KEEP + 40):
-        blocks.note(np.array([[1.0 if number < 40 else 0.5]]), [0], [0])
+        blocks.note([[1.0 if number < 40 else 0.5]], [0], [0])
     assert (blocks.survival() == 0.5).all()
     assert not blocks.is_half_known
     for _ in range(4):
