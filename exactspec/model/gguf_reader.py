@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exactspec.errors import CheckpointError, UnsupportedModelError
+from exactspec.errors import CheckpointError, ExactSpecError, UnsupportedModelError
 from exactspec.model.checkpoint import Checkpoint
 from exactspec.model.gguf_file import GGUFFile
 
@@ -105,7 +105,12 @@ def open_gguf(path: Path) -> Checkpoint:
     count = metadata.get("split.count", 1)
     if count not in (0, len(files)):
         raise CheckpointError(f"{path}: a part of {count} files, but {len(files)} are at hand")
-    hf_config = _hf_config(path, tensors)
+    try:
+        hf_config = _hf_config(path, tensors)
+    except ExactSpecError:
+        raise
+    except Exception as error:  # transformers' checks of faulty values raise many kinds
+        raise CheckpointError(f"{path}: metadata: {error}") from error
     eos = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
     return Checkpoint(
         where=str(path),

@@ -7,7 +7,6 @@ The tokenizer is copied from the target's GGUF file, with which the draft is goi
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from exactspec.draft.block_model import BlockModel
 from exactspec.draft.checkpoint import load_block_model
+from exactspec.draft.files import write_whole
 from exactspec.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -51,29 +51,31 @@ _NAMES = {
 def export_gguf(draft: str | Path, target: str, out: str | Path, weight_type: str = "f16") -> Path:
     """Writes the draft folder as a GGUF file. `target` names the target (alias or path), which must be a GGUF file.
 
-    Raises ConfigError for a draft that the reader does not know (layers without q and k norm, other Markov heads) or a
-    target that is no GGUF file; CheckpointError for a damaged draft. The file is written whole or not at all.
+    Raises ConfigError for a draft that the reader does not know (layers without q and k norm, other Markov heads), a
+    target that is no GGUF file or not the draft's; CheckpointError for damaged files. The file is written whole or not
+    at all.
     """
     if weight_type not in TYPES:
         raise ConfigError(f"weight_type: must be one of {', '.join(TYPES)}, got {weight_type!r}")
     model = load_block_model(draft)
     _check_supported(model, str(draft))
-    source = _target_file(target)
+    reader = _open(_target_file(target))
+    _check_target(model, reader, str(target))
     import gguf
 
-    out = Path(out)
-    part = out.with_name(out.name + ".part")
-    writer = gguf.GGUFWriter(part, ARCHITECTURE)
-    _write_config(writer, model)
-    _copy_tokenizer(writer, gguf.GGUFReader(source), model.config.mask_token_id)
-    for name, tensor in model.state_dict().items():
-        _write_tensor(writer, gguf_name(name), tensor, weight_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    os.replace(part, out)
-    return out
+    def write(path: Path) -> None:
+        writer = gguf.GGUFWriter(path, ARCHITECTURE)
+        _write_config(writer, model)
+        _copy_tokenizer(writer, reader, model.config.mask_token_id)
+        for name, tensor in model.state_dict().items():
+            _write_tensor(writer, gguf_name(name), tensor, weight_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    write_whole(Path(out), write)
+    return Path(out)
 
 
 def _check_supported(model: BlockModel, where: str) -> None:
@@ -100,6 +102,24 @@ def _target_file(target: str) -> Path:
     if path.suffix != ".gguf":
         raise ConfigError(f"target: {target} is no GGUF file; llama.cpp needs one, and the tokenizer is taken from it")
     return path
+
+
+def _open(path: Path) -> GGUFReader:
+    import gguf
+
+    try:
+        return gguf.GGUFReader(path)
+    except Exception as error:  # the library checks nothing and fails somewhere
+        raise CheckpointError(f"{path}: truncated, damaged or not a GGUF file ({error})") from error
+
+
+def _check_target(model: BlockModel, reader: GGUFReader, target: str) -> None:
+    """The exported draft uses the target's embedding: its rows and width must be the draft's."""
+    wanted = [model.config.vocab_size, model.config.hidden_size]
+    for tensor in reader.tensors:
+        if tensor.name == "token_embd.weight" and [int(size) for size in reversed(tensor.shape)] != wanted:
+            found = [int(size) for size in reversed(tensor.shape)]
+            raise ConfigError(f"target: {target} has an embedding of {found}, the draft was made for one of {wanted}")
 
 
 def _write_config(writer: GGUFWriter, model: BlockModel) -> None:

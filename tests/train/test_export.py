@@ -10,7 +10,7 @@ import torch
 from train_fakes import small_draft, small_recipe, small_target
 
 from exactspec.draft.checkpoint import save_block_model
-from exactspec.errors import ConfigError
+from exactspec.errors import CheckpointError, ConfigError
 from exactspec.train.export import export_gguf
 from exactspec.train.new_draft import draft_config
 
@@ -88,3 +88,21 @@ def test_what_the_reader_would_not_understand_is_refused(tmp_path, target_file):
     with pytest.raises(ConfigError, match="rope_scaling: scaled RoPE is not exported"):
         export_gguf(tmp_path / "draft", str(target_file), tmp_path / "d.gguf")
     assert not (tmp_path / "d.gguf").exists()
+
+
+def test_a_target_of_another_shape_and_files_that_cannot_be_read_or_written(tmp_path, target_file):
+    saved_draft(tmp_path / "draft", "dspark")
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((300, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"has an embedding of \[300, 32\], .* made for one of \[262, 32\]"):
+        export_gguf(tmp_path / "draft", str(tmp_path / "other.gguf"), tmp_path / "d.gguf")
+    (tmp_path / "cut.gguf").write_bytes(target_file.read_bytes()[:200])
+    with pytest.raises(CheckpointError, match=r"cut.gguf: truncated, damaged or not a GGUF file"):
+        export_gguf(tmp_path / "draft", str(tmp_path / "cut.gguf"), tmp_path / "d.gguf")
+    with pytest.raises(ConfigError, match=r"d.gguf: cannot be written"):
+        export_gguf(tmp_path / "draft", str(target_file), tmp_path / "nowhere" / "d.gguf")
+    assert not list(tmp_path.rglob("*.part"))
