@@ -151,6 +151,7 @@ class Generation:
         self.metrics = metrics
         self.time_limit = time_limit
         self.samples: list[Sample] = []
+        self.pending: dict[str, Sample] = {}  # by request id: those whose end has not arrived
         self._mailbox: Mailbox[tuple[str, Event]] = Mailbox()
         limits = Limits(**client.info["limits"]) if client.info else None
         for prompt_index, prompt in enumerate(prompts):
@@ -192,7 +193,7 @@ class Generation:
         `interval` new ones. What is yielded must be handed to `take` before the next turn. Raises ApiError when any
         sample is refused or lost. Leaving early (also by cancellation) aborts the rest.
         """
-        pending = {sample.request.request_id: sample for sample in self.samples}
+        pending = self.pending = {sample.request.request_id: sample for sample in self.samples}
         deadline = None if self.time_limit is None else time.perf_counter() + self.time_limit
         try:
             for sample in self.samples:

@@ -332,12 +332,14 @@ async def _events(server: Server, body: GenerateBody) -> AsyncGenerator[bytes, N
         generation = server.generation(job.prompts, NATIVE_NAMES)
         pieces = Pieces(server, job, generation.samples)
         async for arrived in generation.arrivals(job.interval):
-            yield b"".join([pieces.event(sample, generation.take(sample, output)) for sample, output in arrived])
+            events = [pieces.event(sample, generation.take(sample, output)) for sample, output in arrived]
+            if not generation.pending:
+                events.append(DONE)
+            yield b"".join(events)
     except SchemaError:
         raise
     except ApiError as error:
-        yield sse(native_event(error))
-    yield DONE
+        yield sse(native_event(error)) + DONE
 
 
 class Pieces:

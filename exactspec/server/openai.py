@@ -124,16 +124,17 @@ async def _frames(
             for choice in render(sample, generation.take(sample, output)):
                 counts = usage(server, generation.samples) if each else None
                 made.append(sse({**shell, "choices": [choice], "usage": counts}))
+        if not generation.pending:
+            if options and options.include_usage:
+                made.append(sse({**shell, "choices": [], "usage": usage(server, generation.samples)}))
+            made.append(DONE)
         return b"".join(made)
 
     try:
         yield frames(first)
         async for arrived in arrivals:
             yield frames(arrived)
-        if options and options.include_usage:
-            yield sse({**shell, "choices": [], "usage": usage(server, generation.samples)})
     except ApiError as error:
-        yield sse({"error": openai_body(error)})
+        yield sse({"error": openai_body(error)}) + DONE
     finally:
         await arrivals.aclose()
-    yield DONE

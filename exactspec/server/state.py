@@ -100,7 +100,10 @@ def sse(content: Any) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events as they come. When the client disconnects, `events` is closed."""
+    """Server-sent events as they come, ended by DONE. When the client disconnects, `events` is closed.
+
+    Each piece is a write of its own to the socket, so what comes at one time should come in one piece.
+    """
 
     media_type = "text/event-stream"
 
@@ -118,10 +121,13 @@ class EventStream(Response):
                 raise
 
     async def _pump(self, send: Send) -> None:
+        ended = False
         async with contextlib.aclosing(self.events) as events:
             async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+                ended = data.endswith(DONE)  # events are JSON: nothing else ends like this
+                await send({"type": "http.response.body", "body": data, "more_body": not ended})
+        if not ended:
+            await send({"type": "http.response.body", "body": b""})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
