@@ -165,6 +165,21 @@ def test_context_learnt_late_has_the_bits_of_context_learnt_at_once(backend, dty
     assert harness.drafter.catch_up_seconds > 0.0
 
 
+def test_a_request_that_comes_back_to_other_pages_is_caught_up_again(target, tmp_path):
+    """It was drafted for, retracted, and finds its text on pages of another request, which nobody has drafted for."""
+    harness = Harness(target, DSPARK, tmp_path)
+    drafter = harness.drafter
+    drafter.observe, observe = drafter.postpone, drafter.observe
+    request, other = harness.ready(running(TEXT)), harness.ready(running(TEXT, request_id="other"))
+    drafter.observe = observe
+    before = harness.propose(request)
+    request.pages, request.stats.num_retracted = other.pages, 1
+    after = harness.propose(request)
+    assert torch.equal(after.confidence, before.confidence)
+    drafter.forget(request)
+    assert torch.equal(harness.propose(request).confidence, before.confidence)
+
+
 def test_rounds_overwrite_what_rejected_rows_left_behind(target, tmp_path):
     """Accept 0, some and all drafts in turn: after each round the draft is that of a fresh start on the same text."""
     harness = Harness(target, DSPARK, tmp_path)
