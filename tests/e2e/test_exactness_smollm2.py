@@ -23,7 +23,7 @@ def test_every_way_gives_the_same_floats(dtype):
     target = TargetModel(select_backend("cpu", dtype), load_target(MODEL, dtype=dtype))
     prompts = [target.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in read_prompts()[:6]]
     checker = ExactnessCheck(target, prompts, new_tokens=10)
-    drafts = ("none", "ngram", "dflash", "dspark") if dtype == "bfloat16" else ("dspark",)
+    drafts = ("none", "ngram", "dflash", "dspark", "dspark+turns") if dtype == "bfloat16" else ("dspark",)
     results = list(checker.run(drafts, batches=(6,), chunks=(16,)))
     assert [str(result.cell) for result in results if not result.exact] == []
     assert sum(result.num_retracted for result in results) > 0

@@ -7,10 +7,12 @@ import torch
 from fakes import TINY_VOCAB, tiny_model
 from scripted import ScriptedDrafter, always_wrong, make_engine, oracle, request, run, silent, sometimes
 
+from exactspec.bench.exactness import ExactnessCheck, VerifyInTurn
 from exactspec.draft.simulate import SimulatedAcceptance
 from exactspec.engine.live_costs import LiveCosts
 from exactspec.engine.profile import StepCosts
 from exactspec.engine.verify_policy import AcceptByDecree, VerifyAll, VerifyByConfidence
+from exactspec.errors import ConfigError
 from exactspec.verify.sps import SpsKey, SpsTable
 
 GAMMA = 5
@@ -64,6 +66,18 @@ def test_answers_stay_what_they_were(target, truth, table, confidence):
     found = run(scheduled(target, Confident(script, GAMMA, confidence), table), requests())
     for name, expected in truth.items():
         assert found[name].answer == expected.answer
+
+
+def test_another_number_of_drafts_in_every_round_changes_no_answer(target, truth):
+    """What `exactspec check --drafts ...+turns` runs."""
+    engine = make_engine(ScriptedDrafter(oracle(tokens_of(truth)), GAMMA), target=target)
+    engine.runner.policy = VerifyInTurn()
+    found = run(engine, requests())
+    for name, expected in truth.items():
+        assert found[name].answer == expected.answer
+    assert len(engine.stats().verified_histogram) > 3
+    with pytest.raises(ConfigError, match="dspark\\+often: unknown option often"):
+        ExactnessCheck(target, [[1]])._engine("dspark+often", 16, 1)
 
 
 def test_free_rows_are_all_verified_and_dear_rows_only_when_promising(target, truth):
