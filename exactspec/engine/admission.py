@@ -36,7 +36,7 @@ def check_request(request: Request, limits: Limits) -> None:
     _check_token_ids(request.params, limits.vocab_size)
     params = request.params
     if params.min_new_tokens and limits.drawable:
-        ends = limits.eos_ids.union(params.stop_token_ids or ())
+        ends = {*limits.eos_ids, *(params.stop_token_ids or ())}  # over HTTP the limits have come as lists
         if ends.issuperset(range(limits.drawable)):
             raise RequestError("min_new_tokens", "EOS and stop_token_ids are all tokens there are: none may come first")
     if params.prompt_logprobs is not None and params.prompt_logprob_start > len(request.prompt_ids):

@@ -108,7 +108,9 @@ class FakeEngine:
         self.target.backend.device = "cpu"
         self.target.config.vocab_size, self.target.config.architecture = WIDTH, "FakeForCausalLM"
         self.config.page_size, self.drafter.gamma = 16, block - 1
-        self.limits = Limits(WIDTH, context_length, 1 << 20, block, hidden_states=True)
+        self.limits = Limits(
+            WIDTH, context_length, 1 << 20, block, hidden_states=True, drawable=WIDTH, eos_ids=frozenset({EOS})
+        )
         self.grammars = GrammarCompiler(tokenizer, WIDTH, {EOS})
         self.block, self.delay, self.max_waiting = block, delay, max_waiting
         self.running: dict[str, Running] = {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import Running
-from fake_engine import EOS, FakeTokenizer, entry, logprob
+from fake_engine import EOS, WIDTH, FakeTokenizer, entry, logprob
 
 FLOOR = -3.4028234663852886e38
 TOKENIZER = FakeTokenizer()
@@ -297,6 +297,13 @@ BAD = [
     ({"text": "a", "sampling_params": {"max_new_tokens": 10**30}}, "context length"),
     ({"text": ["fine SAY:x", "a" * 5000]}, "context length"),
 ]
+
+
+def test_a_least_length_is_checked_against_the_end_tokens(server: Running) -> None:
+    params = {"min_new_tokens": 2, "stop_token_ids": [1, 2]}
+    assert generate(server, text="SAY:abc", sampling_params=params)["text"] == "abc"
+    response = server.post("/generate", {"text": "a", "sampling_params": params | {"stop_token_ids": [*range(WIDTH)]}})
+    assert (response.status_code, "min_new_tokens" in response.text) == (400, True)
 
 
 @pytest.mark.parametrize("route", ["/generate", "/v1/chat/completions"])
