@@ -18,7 +18,8 @@ class EngineConfig:
     the draft's
     confidence decide how many drafts are verified; it never changes a token. `simulate_accept_length` is for
     benchmarks: rounds accept as
-    if the draft had this mean (bonus included); the tokens are then meaningless. `overlap`: where the device
+    if the draft had this mean (bonus included); the tokens are then meaningless. `seed` is for that alone: a request's
+    seed is its own. `overlap`: where the device
     allows it, launch the next round before the present one is read; same outputs. `tensor_parallel`: processes
     (on CUDA, devices) that share the model's layers.
     """
