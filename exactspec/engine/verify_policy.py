@@ -108,7 +108,7 @@ class VerifyByConfidence:
     PROBE_EVERY = 512  # steps: while drafting does not pay, how often to look again
     HOPELESS = 0.6  # drafting that is expected to give less than this share of plain steps is not tried
     TRIALS = 0.005  # share of all decode time that may be lost by trying drafts where they are not expected to pay
-    TRIALS_AT_START = 2.0  # what may be lost before that, in times of a step of one row
+    TRIALS_AT_START = 1.0  # and beyond that, in times of a step of one row
     DECIDE_EVERY = 8  # steps at one load that are decided together
     ADVANTAGE = 1.05  # what drafting must be expected to gain before it begins; it goes on while it gains anything
     ALIKE = 0.97  # numbers of drafts whose expected speeds differ by less are alike: the most are verified
@@ -125,7 +125,7 @@ class VerifyByConfidence:
         self._num_drafted_steps = 0  # in a row
         self._load: tuple[int, int] | None = None  # (requests, prefill rows) of the last decision
         self._seconds = 0.0  # of all decode steps, as the costs say: ranks must decide alike
-        self._lost = -self.TRIALS_AT_START / costs.step.sps(1)  # of these, on trials
+        self._lost = 0.0  # of these, on trials
         self._confident: list[list[float]] = []  # survival of the present round's drafts by their confidence
         self._accept = VerifyAll(acceptance).accept
         self._ahead: tuple[int, int] | None = None  # base rows and drafts: the last decision ahead
@@ -163,7 +163,7 @@ class VerifyByConfidence:
     def _may_lose(self, gain: float, seconds: float) -> bool:
         """Whether the time for a trial is there; if so what it is expected to lose counts as spent."""
         loss = max(0.0, 1.0 - gain) * seconds
-        if self._lost + loss > self.TRIALS * self._seconds:
+        if self._lost + loss > self.TRIALS * self._seconds + self.TRIALS_AT_START / self.costs.step.sps(1):
             return False
         self._lost += loss
         return True
