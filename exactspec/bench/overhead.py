@@ -28,6 +28,8 @@ from exactspec.engine.engine import Engine
 from exactspec.errors import ConfigError
 from exactspec.types import Request, SamplingParams
 
+SNAPSHOT_S = 0.7  # the engine process tells its counters twice a second
+
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
@@ -85,7 +87,7 @@ class OwnServer:
 
     def counters(self) -> dict[str, float]:
         """Metrics without labels, by name. Waits for a fresh snapshot of the engine's."""
-        time.sleep(0.7)
+        time.sleep(SNAPSHOT_S)
         lines = re.findall(r"^(\w+) (\S+)$", self.get("/metrics") or "", re.MULTILINE)
         return {name: float(value) for name, value in lines}
 
@@ -120,7 +122,7 @@ def measure(
     new_tokens: int,
     temperature: float,
 ) -> list[Overhead]:
-    """Takes turns: the engine alone, then the server, `rounds` times for each concurrency; caches emptied before."""
+    """Takes turns, in either order, `rounds` times for each concurrency; caches are emptied before."""
     engine = build_engine(EngineConfig(model=model, draft=draft, kv_tokens=32768))
     tokenized = [engine.target.tokenizer.encode(prompt) for prompt in prompts]
     server = OwnServer(model, ["--draft", draft or "none", "--max-total-tokens", "32768"])
@@ -148,9 +150,9 @@ def _compare(
 ) -> Overhead:
     alone, served, steps, cpu, client = [], [], [], [], []
     tokens = len(prompts) * options["new_tokens"]
-    for _ in range(rounds):
-        engine.flush_cache()
-        alone.append(engine_loop(engine, prompts, clients, **options) / tokens)
+    for turn in range(rounds):
+        if turn % 2 == 0:
+            alone.append(_alone(engine, prompts, clients, options) / tokens)
         server.get("/flush_cache?timeout=5")
         before = server.counters()
         own = time.process_time()
@@ -162,12 +164,21 @@ def _compare(
         served.append(loop.seconds / tokens)
         steps.append((after["exactspec_step_seconds_total"] - before["exactspec_step_seconds_total"]) / tokens)
         cpu.append((after["process_cpu_seconds_total"] - before["process_cpu_seconds_total"]) / tokens)
+        if turn % 2:
+            alone.append(_alone(engine, prompts, clients, options) / tokens)
     ratios = [a / b - 1 for a, b in zip(served, alone, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if rounds > 1 else ratios * 3
     served_ms, steps_ms, alone_ms, cpu_ms, client_ms = (
         statistics.median(values) * 1e3 for values in (served, steps, alone, cpu, client)
     )
     return Overhead(clients, served_ms, steps_ms, alone_ms, cpu_ms, client_ms, (low, middle, high))
+
+
+def _alone(engine: Engine, prompts: Sequence[Sequence[int]], clients: int, options: dict[str, Any]) -> float:
+    """Seconds of the engine's own loop, after a pause as long as the one before the server's loop."""
+    engine.flush_cache()
+    time.sleep(SNAPSHOT_S)
+    return engine_loop(engine, prompts, clients, **options)
 
 
 def show(results: Sequence[Overhead]) -> str:
