@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from exactspec.draft.calibration import CALIBRATION_FILE
 from exactspec.engine.llm import LLM
 from exactspec.errors import ConfigError
 from exactspec.train.calibrate import expected_calibration_error, measure_confidence
@@ -58,6 +57,7 @@ class Cell:
     rounds: Rounds
     seconds: dict[str, float]
     num_tokens: int
+    calibrated: bool  # the draft's confidence
 
     def summary(self) -> dict[str, Any]:
         count = max(1, len(self.rounds.commit_lens))
@@ -113,9 +113,9 @@ def _run_cells(options: EvalOptions, acceptance: Acceptance, temperatures: Seque
             ]
             answers, rounds, seconds = run_rollouts(llm, ids, params)
             llm.engine.flush_cache()  # every cell starts without a prefix cache
-            cell = Cell(
-                path.stem, temperature, acceptance, rounds, seconds, sum(len(answer.token_ids) for answer in answers)
-            )
+            num_tokens = sum(len(answer.token_ids) for answer in answers)
+            calibrated = llm.engine.drafter.calibrated
+            cell = Cell(path.stem, temperature, acceptance, rounds, seconds, num_tokens, calibrated)
             log.info("%s T=%g %s: tau %.3f", cell.prompts, temperature, acceptance, rounds.tau)
             cells.append(cell)
     return cells
@@ -162,7 +162,7 @@ def make_report(options: EvalOptions, cells: Sequence[Cell]) -> dict[str, Any]:
         rounds = merge([c.rounds for c in cells if c.temperature == temperature and c.acceptance == "coupled"])
         if rounds is not None and not np.isnan(rounds.confidence).all():
             report.setdefault("confidence", {})[f"T={temperature:g}"] = measure_confidence(rounds)
-    report["calibrated"] = (Path(options.draft) / CALIBRATION_FILE).exists()
+    report["calibrated"] = any(cell.calibrated for cell in cells)
     return report
 
 

@@ -41,6 +41,7 @@ class Drafter(ABC):
 
     gamma: int = 0  # most draft tokens per round, anchor not counted
     capture_layers: tuple[int, ...] = ()  # target layers whose outputs `observe` wants
+    calibrated: bool = False  # its confidence, if it has any
     catch_up_seconds: float = 0.0  # of `propose`, ever: learning what was postponed
 
     @abstractmethod

@@ -70,6 +70,7 @@ class BlockDrafter(Drafter):
         self._drawer = BlockDrawer(self.backend, heads.markov_head, dtype)
         self._confidence_head = heads.confidence_head
         self._whole, self._short = _output_heads(heads, target, short_vocab)
+        self.calibrated = calibration is not None
         self._scales = None if calibration is None else table_on(calibration, self.gamma, device)
         self._num_slots = num_slots
         self._backlog: Backlog | None = None  # made when something is postponed

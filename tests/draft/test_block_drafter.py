@@ -352,6 +352,7 @@ def test_calibration_scales_confidence_logits_by_the_requests_temperature(target
     calibration = Calibration(greedy, sampled)
     plain = Harness(target, DSPARK, tmp_path / "plain")
     warm = Harness(target, DSPARK, tmp_path / "warm", calibration=calibration)
+    assert (plain.drafter.calibrated, warm.drafter.calibrated) == (False, True)
     raw = plain.propose(plain.ready(running(TEXT, temperature=temperature))).confidence
     found = warm.propose(warm.ready(running(TEXT, temperature=temperature))).confidence[0]
 

@@ -31,6 +31,7 @@ def test_report_of_a_toy_draft(tmp_path, monkeypatch):
         parts = cell["milliseconds_per_request_round"]
         assert parts["total"] == pytest.approx(sum(v for k, v in parts.items() if k != "total"), rel=0.02)
     assert report["macro_tau"]["T=0 coupled"] == cells[0.0, "coupled"]["tau"]
+    assert report["calibrated"] is False
     assert 0 <= report["confidence"]["T=1"]["mean_ece_conditional"] <= 1
     assert json.loads((tmp_path / "report" / "eval.json").read_text()) == report
     assert (tmp_path / "report" / "reliability.png").exists()
