@@ -28,7 +28,7 @@ RETRACT_EVERY = 5  # steps between forced retractions
 class VerifyInTurn(VerifyAll):
     """Another number of drafts in every round, none and all among them: whatever a policy decides, answers stay."""
 
-    reads_confidence = True  # on a device it says whose drafts they are
+    reads_confidence = wants_confidence = True  # on a device it says whose drafts they are
     skips_drafts = True
 
     def __init__(self) -> None:

@@ -28,6 +28,7 @@ class DraftBatch:
     page_size: int
     max_kv_len: int  # host copy of max(anchor_positions)
     want_probs: bool = False  # rejection acceptance: fill Proposal.probs
+    want_confidence: bool = True  # fill Proposal.confidence, if the drafter has any
     adjust: DraftAdjust | None = None
     noise: NoiseRows | None = None  # rows shared with the verify draw; None: the drafter asks the device
 

@@ -123,7 +123,10 @@ class BlockDrafter(Drafter):
         plan = make_plan(batch.requests, noise, hidden.device)
         output = self._whole if batch.adjust is not None or batch.want_probs else self._short
         tokens, probs = self._drawer.draw(output, hidden, batch.anchor_ids, plan, batch.adjust, batch.want_probs)
-        return Proposal(tokens, lengths, probs, self._confidence(hidden, batch.anchor_ids, tokens, plan.temperatures))
+        confidence = None
+        if batch.want_confidence:
+            confidence = self._confidence(hidden, batch.anchor_ids, tokens, plan.temperatures)
+        return Proposal(tokens, lengths, probs, confidence)
 
     def _hidden(self, batch: DraftBatch) -> Tensor:
         """Final normed states of the predicting rows: [R, gamma, H] float32."""

@@ -123,6 +123,7 @@ class RoundRunner:
             page_size=self.page_size,
             max_kv_len=max(positions),
             want_probs=self.policy.needs_draft_probs,
+            want_confidence=self.policy.wants_confidence,
             adjust=make_draft_adjust(decodes, self.sampler),
             noise=self.sampler.noise.rows,
         )

@@ -30,9 +30,14 @@ class VerifyPolicy(Protocol):
     """
 
     needs_draft_probs: bool
-    reads_confidence: bool  # the proposal's
+    reads_confidence: bool  # the proposal's, in some rounds at least
     skips_drafts: bool  # wants_drafts is not always True
     learns: bool  # wants to be told of rounds and their times
+
+    @property
+    def wants_confidence(self) -> bool:
+        """Does `verify_lens` read the confidence of the drafts that `wants_drafts` has just asked for?"""
+        ...
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         """Is drafting worth its time in this step?"""
@@ -64,7 +69,7 @@ class VerifyPolicy(Protocol):
 class VerifyAll:
     """Verifies every draft and accepts by `acceptance` ("coupled" or "rejection")."""
 
-    reads_confidence = False
+    reads_confidence = wants_confidence = False
     skips_drafts = False
     learns = False
 
@@ -100,6 +105,9 @@ class VerifyByConfidence:
 
     A round that is decided ahead knows the confidences of earlier rounds only: they say how many drafts are worth
     verifying in all. Which, is then chosen by its own.
+
+    Where verifying all of them is expected to be as good as any number, all are verified, and confidence is read in one
+    round of DECIDE_EVERY: asking and planning take their time, too.
     """
 
     reads_confidence = True
@@ -124,6 +132,8 @@ class VerifyByConfidence:
         self.num_undrafted_steps = 0  # in a row, trials among them
         self._num_drafted_steps = 0  # in a row
         self._load: tuple[int, int] | None = None  # (requests, prefill rows) of the last decision
+        self._all_alike = False  # by it: verifying all drafts is as good as any number
+        self.wants_confidence = True
         self._seconds = 0.0  # of all decode steps, as the costs say: ranks must decide alike
         self._lost = 0.0  # of these, on trials
         self._confident: list[list[float]] = []  # survival of the present round's drafts by their confidence
@@ -137,8 +147,9 @@ class VerifyByConfidence:
         load = (len(plan.decodes), plan.num_prefill_rows)
         if load == self._load and self._is_settled():
             self._count(self._num_drafted_steps > 0)
+            self.wants_confidence = not self._all_alike
             return self._num_drafted_steps > 0
-        self._load = load
+        self._load, self.wants_confidence = load, True
         gain, seconds = self._expected(plan)
         pays = gain >= (self.ADVANTAGE if self.num_undrafted_steps else 1.0)
         is_time = self.num_undrafted_steps % self.PROBE_EVERY == self.PROBE_EVERY - self.DECIDE_EVERY
@@ -176,6 +187,7 @@ class VerifyByConfidence:
         spent = self._spent(count, rows)
         rates = rates_ahead(self._survival(), count, rows, range(room + 1), step, spent)
         best = int(rates.argmax())
+        self._all_alike = bool(rates[-1] >= self.ALIKE * rates[best])
         return float(rates[best]) / (count * step.sps(count)), 1.0 / step.sps(rows + best) + spent
 
     def _survival(self) -> Floats:
@@ -219,6 +231,8 @@ class VerifyByConfidence:
     def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
         if proposal is None:
             return [0] * len(plan.decodes)
+        if not self.wants_confidence:
+            return list(proposal.lengths)
         if proposal.confidence is not None:
             survival = self._confident = survival_rows(proposal.confidence.tolist())
         else:
@@ -231,7 +245,7 @@ class VerifyByConfidence:
 
     def accept(self, sampled: SampleResult, groups: list[RowGroup], proposal: Proposal | None) -> list[AcceptResult]:
         results = self._accept(sampled, groups, proposal)
-        if proposal is None or proposal.confidence is None:
+        if proposal is None or proposal.confidence is None or not self.wants_confidence:
             drafted = [
                 (len(g.draft_tokens), r.num_accepted) for g, r in zip(groups, results, strict=True) if g.draft_tokens
             ]
@@ -256,6 +270,10 @@ class AcceptByDecree:
         self.reads_confidence = policy.reads_confidence
         self.skips_drafts = policy.skips_drafts
         self.learns = policy.learns
+
+    @property
+    def wants_confidence(self) -> bool:
+        return self.policy.wants_confidence
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         return self.policy.wants_drafts(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class RecordingDrafter(Drafter):
 
     def propose(self, batch: DraftBatch) -> Proposal:
         start = time.perf_counter()
-        proposal = self.inner.propose(batch)
+        proposal = self.inner.propose(replace(batch, want_confidence=True))
         ids = proposal.token_ids.tolist()
         self.seconds["propose"] += time.perf_counter() - start
         confidence = None if proposal.confidence is None else proposal.confidence.tolist()

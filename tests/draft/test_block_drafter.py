@@ -366,6 +366,15 @@ def test_calibration_scales_confidence_logits_by_the_requests_temperature(target
     torch.testing.assert_close(found, torch.from_numpy(again[0]).float(), rtol=0, atol=1e-5)
 
 
+def test_confidence_that_nobody_reads_is_not_made(target, tmp_path):
+    harness = Harness(target, DSPARK, tmp_path)
+    request = harness.ready(running(TEXT))
+    asked, unasked = harness.propose(request), harness.propose(request, want_confidence=False)
+    assert asked.confidence is not None
+    assert unasked.confidence is None
+    assert torch.equal(asked.token_ids, unasked.token_ids)
+
+
 def test_own_embedding_and_head_are_used_where_present(target, tmp_path):
     """The same numbers as the target's, shipped inside the draft: the same drafts; other numbers: others."""
     shared = Harness(target, DSPARK, tmp_path / "shared")

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from exactspec.engine.live_costs import LiveCosts
 from exactspec.engine.profile import StepCosts
 from exactspec.engine.verify_policy import VerifyByConfidence
 from exactspec.scheduler.plan import StepPlan
+from exactspec.types import Proposal
 from exactspec.verify.plan import plan_confidence
 from exactspec.verify.sps import SpsKey, SpsTable
 
@@ -159,3 +161,23 @@ def test_requests_with_no_use_for_drafts_are_not_drafted_for():
     assert policy.wants_drafts(StepPlan(decodes=[REQUEST]))
     policy = VerifyByConfidence("coupled", 7, costs)
     assert not policy.wants_drafts(StepPlan(decodes=[SimpleNamespace(draft_room=0)]))
+
+
+@pytest.mark.parametrize("row_ms", [0.01, 3.0])
+def test_confidence_is_read_where_it_can_pay(row_ms):
+    """One request whose drafts survive by 0.8 each. Rows for nothing: all drafts are verified, and one round in eight
+    asks, once drafting has settled. Dear rows: every round asks, and some drafts are left out."""
+    step = curve(lambda rows: 0.013 + row_ms / 1000 * rows)
+    policy = VerifyByConfidence("coupled", 7, LiveCosts(StepCosts(step, curve(lambda count: 0.004)), fixed=True))
+    plan, rounds = StepPlan(decodes=[REQUEST]), []
+    for _ in range(40):
+        assert policy.wants_drafts(plan)
+        confidence = torch.full((1, 7), 0.8) if policy.wants_confidence else None
+        lens = policy.verify_lens(plan, Proposal(torch.zeros(1, 7, dtype=torch.int64), [7], None, confidence))
+        rounds.append((policy.wants_confidence, lens[0]))
+        policy.note_round(np.full((1, 7), 0.8).cumprod(axis=1), lens, [min(4, lens[0])])
+    settled = rounds[8:]
+    if row_ms < 1:
+        assert settled == [(number % 8 == 0, 7) for number in range(32)]
+    else:
+        assert all(reads and length < 7 for reads, length in settled)

@@ -31,7 +31,7 @@ SYSTEM = [11, 5, 90, 33, 2, 71, 64, 9, 120]  # two pages and a token
 class Sometimes(VerifyAll):
     """Drafts in the steps that `pattern` says, over and over."""
 
-    skips_drafts = True
+    skips_drafts = wants_confidence = True
 
     def __init__(self, pattern):
         super().__init__()
@@ -60,7 +60,7 @@ class Noted(BlockDrafter):
         proposal = super().propose(batch)
         if any(proposal.lengths):
             names = [(r.request.request_id, len(r.token_ids)) for r in batch.requests]
-            self.proposals.append((names, proposal.token_ids.clone(), proposal.confidence.clone()))
+            self.proposals.append((names, proposal.token_ids.clone(), proposal.confidence))
         return proposal
 
     def postpone(self, batch, captured):
