@@ -10,7 +10,6 @@ own block rows with the same k_proj and v_proj; queries are block rows only. Ins
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -219,7 +218,7 @@ def draft_rope(config: BlockDraftConfig) -> RopeSpec:
             raise
         except Exception as error:  # transformers' own checks of parameters raise many kinds
             raise CheckpointError(f"draft config: rope_scaling: {config.rope_scaling!r}: {error}") from error
-    if not all(math.isfinite(value) for value in (*rope.inv_freq, rope.attention_factor)):
+    if not rope.is_finite:
         raise CheckpointError(f"draft config: rope_scaling: {config.rope_scaling!r} gives infinite frequencies")
     return rope
 

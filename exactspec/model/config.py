@@ -132,7 +132,7 @@ def from_hf_config(hf_config: Any, context_length: int | None = None) -> ModelCo
 
 def _rope(hf_config: Any, kind: str | None) -> RopeSpec:
     rope = rope_spec(hf_config, kind)
-    if not all(math.isfinite(value) for value in (*rope.inv_freq, rope.attention_factor)):
+    if not rope.is_finite:
         raise CheckpointError(f"rope_parameters: {rope_parameters(hf_config, kind)!r} gives infinite frequencies")
     return rope
 

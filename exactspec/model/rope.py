@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,11 @@ class RopeSpec:
 
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
+
+    @property
+    def is_finite(self) -> bool:
+        """False after parameters such as a factor of 0, which nothing before refuses."""
+        return all(math.isfinite(value) for value in (*self.inv_freq, self.attention_factor))
 
     def table(self, num_positions: int, device: torch.device | str = "cpu") -> RopeTable:
         """cos and sin for positions 0 .. num_positions - 1, float32 [num_positions, rotary_dim // 2]."""

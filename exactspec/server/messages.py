@@ -1,4 +1,5 @@
-"""What the HTTP process and the engine process say to each other: msgpack over ZeroMQ."""
+"""What the HTTP process and the engine process say to each other: msgpack, over ZeroMQ to the engine and over a socket
+(pipe.py) back."""
 
 from __future__ import annotations
 

@@ -146,33 +146,35 @@ def test_an_abort_in_flight_takes_effect_at_once(target, truth):
     assert gathered["c"].token_ids == truth["c"][:30]
 
 
-def test_aborting_all_leaves_an_unread_round_that_harms_nobody(target, truth):
+def aborted_with_a_round_unread(target, truth):
     engine, runner = overlapping(target, truth)
     gathered = {}
     engine.add(asked("a", max_new_tokens=30))
     step_to(engine, gathered, 3)
     assert runner.unread == 1
     engine.abort("a")
-    step_to(engine, gathered, 1)
+    return engine, gathered
+
+
+def assert_nothing_is_left(engine, truth):
     assert not engine.has_work()
     assert engine.flush_cache()
     assert run(engine, [asked("b", max_new_tokens=20)])["b"].token_ids == truth["b"][:20]
+
+
+def test_aborting_all_leaves_an_unread_round_that_harms_nobody(target, truth):
+    engine, gathered = aborted_with_a_round_unread(target, truth)
+    step_to(engine, gathered, 1)
+    assert_nothing_is_left(engine, truth)
 
 
 def test_an_abort_between_steps_is_told_without_a_step(target, truth):
     """A paused server does not step, yet the client that aborts wants its answer and the pages are wanted back."""
-    engine, runner = overlapping(target, truth)
-    gathered = {}
-    engine.add(asked("a", max_new_tokens=30))
-    step_to(engine, gathered, 3)
-    assert runner.unread == 1
-    engine.abort("a")
+    engine, _ = aborted_with_a_round_unread(target, truth)
     (output,) = engine.take_ended()
     assert (output.request_id, output.token_ids, output.finish.kind) == ("a", [], "abort")
     assert engine.take_ended() == []
-    assert not engine.has_work()
-    assert engine.flush_cache()
-    assert run(engine, [asked("b", max_new_tokens=20)])["b"].token_ids == truth["b"][:20]
+    assert_nothing_is_left(engine, truth)
 
 
 def test_a_newcomer_drains_the_rounds_and_joins(target, truth):
