@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from exactspec.model.target import TargetModel
+from exactspec.sampling.row_ops import row_ops
 from exactspec.types import FinishReason, ForwardBatch, LogprobsKind, SamplingParams, TokenLogprob
 
 NOISE_STREAM = 0  # the target's
@@ -88,6 +89,8 @@ def logit_domains(
     keep = torch.zeros_like(scaled, dtype=torch.bool)
     keep[kept_ids(scaled[: valid_vocab(target)], params)] = True
     processed = scaled.masked_fill(~keep, -math.inf)
+    if params.greedy:  # the one token is certain, whatever its logit
+        processed = processed.masked_fill(keep, 0.0)
     return {"raw": logits, "scaled": scaled, "processed": processed}
 
 
@@ -148,8 +151,10 @@ def draw(target: TargetModel, processed: Tensor, params: SamplingParams, seed: i
 
 
 def entry(target: TargetModel, row: Tensor, token_id: int, top_k: int, params: SamplingParams) -> TokenLogprob:
-    """Logprobs of one position from its row [V] in the asked kind. Greedy processed rows are one-hot."""
-    logprobs = torch.log_softmax(row, -1).clamp(min=LOGPROB_FLOOR)
+    """Logprobs of one position from its row [V] in the asked kind: log-softmax as x - logsumexp(x), with the device's
+    own sum, so that even the last bit must agree."""
+    total = row_ops(target.backend).logsumexp_rows(row[None])[1]
+    logprobs = (row - total).clamp(min=LOGPROB_FLOOR)
     listed = logprobs[: valid_vocab(target)]
     top = row[: len(listed)].sort(descending=True, stable=True).indices[:top_k].tolist()
     values = logprobs.tolist()
@@ -175,9 +180,12 @@ def naive_prompt_logprobs(target: TargetModel, prompt_ids: Sequence[int], params
 
 
 def stop_match(target: TargetModel, token_ids: Sequence[int], params: SamplingParams) -> int | str | None:
-    """What ends the output after its newest token: an end token, a stop id or a stop string."""
-    newest = token_ids[-1]
-    if newest in (params.stop_token_ids or ()) or (newest in target.eos_ids and not params.ignore_eos):
-        return newest
+    """What ends the output after its newest token: a stop string (the one that ends first), a stop id or an end token.
+    `ignore_eos` switches off both kinds of tokens."""
     text = target.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
-    return next((stop for stop in params.stop or () if stop in text), None)
+    ends = [(text.index(stop) + len(stop), stop) for stop in params.stop or () if stop in text]
+    if ends:
+        return min(ends, key=lambda end: end[0])[1]
+    newest = token_ids[-1]
+    stops = {*target.eos_ids, *(params.stop_token_ids or ())}
+    return newest if newest in stops and not params.ignore_eos else None

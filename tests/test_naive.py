@@ -94,7 +94,7 @@ def test_a_kind_of_logprobs(model, kind):
         domain = torch.where(domain >= domain.sort().values[-4], domain, -math.inf)
     expected = torch.log_softmax(domain, -1)
     first = found.logprobs[0]
-    assert first.logprob == expected[first.token_id].item()
+    assert first.logprob == pytest.approx(expected[first.token_id].item(), abs=1e-6)
     assert [i for i, _ in first.top] == domain.sort(descending=True, stable=True).indices[:5].tolist()
     assert [i for i, _ in first.chosen] == [7, 7, 3]
     assert all(math.isfinite(v) for e in found.logprobs for _, v in (*e.top, *e.chosen))
@@ -118,6 +118,9 @@ def test_ends(model):
     stop = next(text[i : i + 1] for i in range(2, len(text)) if text[i] != "�" and text[i] not in text[:i])
     count = next(k for k in range(9) if stop in model.tokenizer.decode(greedy[:k]))
     assert end(stop=[stop]) == (count, "stop", stop)
+    assert end(stop_token_ids=[greedy[new]], ignore_eos=True)[:2] == (8, "length")
+    two = [text[i : i + 2] for i in range(len(text) - 1)]
+    assert end(stop=two[::-1])[2] == two[0]  # the one that ends first, not the first in the list
     assert naive_generate(model, PROMPT, SamplingParams(max_new_tokens=0), 1).token_ids == []
 
 
