@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
 from exactspec.errors import ConfigError, RequestError
 from exactspec.grammar.owner import MaskOwner
-from exactspec.grammar.schema import check_schema
+from exactspec.grammar.patterns import in_ascii, misread, needs_escapes, rewritten, without_newlines
+from exactspec.grammar.schema import check_schema, nodes, patterns
 from exactspec.types import SamplingParams
 
 KINDS = ("json_schema", "regex", "ebnf")
@@ -48,6 +50,8 @@ def check_grammar(params: SamplingParams) -> None:
         raise RequestError(kind, f"has {len(text)} characters; at most {MAX_CHARS[kind]} are allowed")
     if kind == "json_schema":
         check_schema(text)
+    elif kind == "regex" and (reason := misread(in_ascii(text))) is not None:
+        raise RequestError(kind, reason)
 
 
 def _source(params: SamplingParams) -> tuple[str, str] | None:
@@ -150,7 +154,7 @@ class GrammarCompiler:
             if kind == "json_schema":
                 grammar = _compile_schema(compiler, text)
             elif kind == "regex":
-                grammar = compiler.compile_regex(_anchored(text))
+                grammar = compiler.compile_regex(without_newlines(_anchored(in_ascii(text))))
             else:
                 grammar = compiler.compile_grammar(text)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -186,12 +190,33 @@ class GrammarCompiler:
 
 
 def _compile_schema(compiler: Any, text: str) -> Any:
-    if "Length" not in text:
-        return compiler.compile_json_schema(text, any_whitespace=True)
     import xgrammar
 
+    text = _with_json_patterns(text, lambda schema: str(xgrammar.Grammar.from_json_schema(schema)))
+    if "Length" not in text:
+        return compiler.compile_json_schema(text, any_whitespace=True)
     written = str(xgrammar.Grammar.from_json_schema(text, any_whitespace=True))
     return compiler.compile_grammar(written.replace(_LOOSE_CHARACTER, _CHARACTER))
+
+
+def _with_json_patterns(text: str, write: Callable[[str], str]) -> str:
+    """The schema with patterns that the compiler keeps inside JSON strings. `write` gives its rules for a schema.
+
+    Raises RequestError for a pattern that only text with escapes matches: the compiler knows none in patterns.
+    """
+    schema = json.loads(text)
+    found = [*nodes(schema)]
+    changed = [rewritten(node) for _, node in found]
+    for place, node in found:
+        for pattern in patterns(node):
+            rules = write(json.dumps({"type": "string", "pattern": pattern})).splitlines()
+            if needs_escapes(rule for rule in rules if rule.startswith("root_")):
+                raise RequestError(
+                    "json_schema",
+                    f"pattern {pattern!r} at {place} matches only what stands in JSON with escapes (quotes, "
+                    "backslashes, control characters), which patterns do not get",
+                )
+    return json.dumps(schema) if any(changed) else text
 
 
 def _anchored(pattern: str) -> str:

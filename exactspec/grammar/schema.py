@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from exactspec.errors import RequestError
+from exactspec.grammar.patterns import in_ascii, misread
 
 MAX_DEPTH = 64  # compile time grows with the cube of the nesting
 MAX_PATTERN = 10_000  # characters of a pattern, repeats written out: compile time grows with the square
@@ -55,21 +56,31 @@ def check_schema(text: str) -> None:
     if not isinstance(schema, dict | bool):
         raise RequestError("json_schema", f"must be a JSON object, got {type(schema).__name__}")
     _check_depth(schema)
-    seen: dict[int, Any] = {}  # keeps what it has seen, so that no id comes twice
     work = 0
+    for place, node in nodes(schema):
+        _check_node(place, node)
+        work += sum(written_out(pattern) ** 2 for pattern in patterns(node))
+        if work > MAX_PATTERN**2:
+            raise RequestError("json_schema", f"pattern at {place} is too large: its repeats count too far")
+        for pattern in patterns(node):
+            if (reason := misread(in_ascii(pattern))) is not None:
+                raise RequestError("json_schema", f"pattern {pattern!r} at {place}: {reason}")
+
+
+def nodes(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas that a schema is made of, each once, with its place."""
+    seen: dict[int, Any] = {}  # keeps what it has seen, so that no id comes twice
     todo: list[tuple[str, Any]] = [("#", schema)]
     while todo:
         place, node = todo.pop()
         if isinstance(node, dict) and id(node) not in seen:
             seen[id(node)] = node
-            _check_node(place, node)
-            work += sum(written_out(pattern) ** 2 for pattern in _patterns(node))
-            if work > MAX_PATTERN**2:
-                raise RequestError("json_schema", f"pattern at {place} is too large: its repeats count too far")
+            yield place, node
             todo += _below(place, node, schema)
 
 
-def _patterns(node: Mapping[str, Any]) -> Iterable[str]:
+def patterns(node: Mapping[str, Any]) -> Sequence[str]:
+    """The regular expressions of a schema's own."""
     own, named = node.get("pattern"), node.get("patternProperties")
     return [*([own] if isinstance(own, str) else ()), *(named if isinstance(named, dict) else ())]
 

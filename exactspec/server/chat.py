@@ -30,7 +30,8 @@ async def chat_completions(request: Request) -> Response:
     names = OPENAI_NAMES | {"prompt": "messages" if body.input_ids is None else "input_ids"}
     if body.max_completion_tokens is not None:
         names["max_new_tokens"] = "max_completion_tokens"
-    generation = server.generation([await _parse(body, server, answer_id)], names)
+    arrival = server.arrival()
+    generation = server.generation([await _parse(body, server, answer_id)], names, arrival)
     if body.stream:
         shell = openai.head("chat.completion.chunk", answer_id, body, server)
         return await openai.stream_response(request, body, shell, generation, Pieces(server, body).render)

@@ -31,8 +31,9 @@ async def completions(request: Request) -> Response:
     openai.check_content_type(request)
     server = server_of(request)
     body = parse_body(CompletionBody, await request.body())
+    arrival = server.arrival()
     job = await _parse(body, server)
-    generation = server.generation(job.prompts, OPENAI_NAMES)
+    generation = server.generation(job.prompts, OPENAI_NAMES, arrival)
     if body.stream:
         shell = openai.head("text_completion", job.answer_id, body, server)
         render = Pieces(server, job, generation.samples).render

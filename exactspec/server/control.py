@@ -215,8 +215,7 @@ async def abort_request(request: Request) -> Response:
     body = parse_body(AbortBody, await request.body())
     prefix = body.rid or ""
     if body.abort_all or prefix:
-        chosen = [i for i in server.client.active() if body.abort_all or i.startswith(prefix)]
-        server.client.abort(chosen, "Aborted")
+        server.abort("" if body.abort_all else prefix)
     return Response(status_code=200)
 
 
@@ -226,7 +225,7 @@ async def pause_generation(request: Request) -> Response:
     if mode not in ("abort", "retract", "in_place"):
         raise bad_request("mode", f"must be abort, retract or in_place, got {mode!r}")
     if mode == "abort":
-        server.client.abort(server.client.active(), "Aborted")
+        server.abort("")
     await server.client.call({"in_place": "pause", "abort": "pause_abort", "retract": "pause_retract"}[mode])
     server.client.paused = True
     return json_response({"message": f"generation is paused ({mode})", "status": "ok"})

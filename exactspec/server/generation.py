@@ -24,6 +24,20 @@ from exactspec.types import FinishReason, Request, RequestStats, SamplingParams,
 _numbers = itertools.count(1)
 
 
+@dataclass(eq=False)
+class Arrival:
+    """An HTTP request between its arrival and the engine: it is being tokenised or checked."""
+
+    aborted: list[str] = field(default_factory=list)  # prefixes of the ids that must not be submitted any more
+    over: bool = False
+
+
+def rid_of(request_id: str) -> str | None:
+    """The id that a client knows, of the engine's; None for a request of the server's own."""
+    rid, mark, _ = request_id.rpartition("#")
+    return rid if mark else None
+
+
 @dataclass(slots=True)
 class Delta:
     """What one step added to a sample."""
@@ -145,11 +159,13 @@ class Generation:
         names: dict[str, str],
         metrics: Metrics | None = None,
         time_limit: float | None = None,
+        arrival: Arrival | None = None,
     ) -> None:
         self.client = client
         self.names = names
         self.metrics = metrics
         self.time_limit = time_limit
+        self.arrival = arrival or Arrival()
         self.samples: list[Sample] = []
         self.pending: dict[str, Sample] = {}  # by request id: those whose end has not arrived
         self._mailbox: Mailbox[tuple[str, Event]] = Mailbox()
@@ -196,8 +212,7 @@ class Generation:
         pending = self.pending = {sample.request.request_id: sample for sample in self.samples}
         deadline = None if self.time_limit is None else time.perf_counter() + self.time_limit
         try:
-            for sample in self.samples:
-                self.client.submit(sample.request, self._mailbox)
+            self._submit()
             waiting: dict[str, StepOutput] = {}
             while pending:
                 failure: ApiError | None = None
@@ -215,6 +230,18 @@ class Generation:
                     raise failure
         finally:
             self.client.abort(pending, silent=True)
+
+    def _submit(self) -> None:
+        """Hands the samples to the engine, those not that were aborted on their way here."""
+        self.arrival.over = True
+        prefixes = tuple(self.arrival.aborted)
+        for sample in self.samples:
+            if sample.rid.startswith(prefixes):
+                end = FinishReason("abort", message="Aborted")
+                request_id = sample.request.request_id
+                self._mailbox.put((request_id, StepOutput(request_id, [], None, [], end, RequestStats())))
+            else:
+                self.client.submit(sample.request, self._mailbox)
 
     def take(self, sample: Sample, output: StepOutput) -> Delta:
         """Adds an output that has arrived to its sample."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from exactspec.errors import ConfigError
 from exactspec.server.app import make_app
@@ -31,6 +32,23 @@ def load_tokenizer(model: str) -> Any:
     from exactspec.model import loader
 
     return loader.load_tokenizer(model)
+
+
+class _UntilClosed(RequestResponseCycle):
+    """An answer to a client of HTTP/1.0, which knows no chunks: a stream ends where its connection does."""
+
+    async def send(self, message: Any) -> None:
+        self.chunked_encoding = False
+        if message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
+class _Protocol(HttpToolsProtocol):
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = _UntilClosed
 
 
 class _Uvicorn(uvicorn.Server):
@@ -56,7 +74,7 @@ async def _serve(options: ServeOptions) -> int:
     server = Server(options, client, Metrics(lambda: client.stats))
     config = uvicorn.Config(
         make_app(server), host=options.host, port=options.port, log_level="warning", access_log=False,
-        timeout_keep_alive=75, backlog=4096, lifespan="off", ws="none", proxy_headers=False,
+        http=_Protocol, timeout_keep_alive=75, backlog=4096, lifespan="off", ws="none", proxy_headers=False,
     )  # fmt: skip
     web = _Uvicorn(config)
     client.start()

@@ -7,15 +7,16 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from exactspec.server import formatting as f
 from exactspec.server.errors import NATIVE_NAMES, ApiError, bad_request, native_event
-from exactspec.server.generation import Delta, Prompt, Sample
+from exactspec.server.generation import Arrival, Delta, Prompt, Sample
 from exactspec.server.params import LogprobPlan, native_params
 from exactspec.server.protocol import GenerateBody, SchemaError, parse_body
-from exactspec.server.state import DONE, EventStream, Server, json_response, server_of, sse, unless_gone
+from exactspec.server.state import DONE, EventStream, Server, json_response, server_of, sse, to_json, unless_gone
 
 REFUSED_IF_SET = (
     "input_embeds", "lora_path", "custom_logit_processor", "image_data", "video_data", "audio_data", "session_params",
@@ -50,11 +51,12 @@ class Job:
 async def generate(request: Request) -> Response:
     server = server_of(request)
     body = parse_body(GenerateBody, await request.body())
+    arrival = server.arrival()
     if body.stream:
         _check_schema_parts(body, server)
-        return EventStream(_events(server, body))
+        return EventStream(_events(server, body, arrival))
     job = await _parse(body, server)
-    generation = server.generation(job.prompts, NATIVE_NAMES)
+    generation = server.generation(job.prompts, NATIVE_NAMES, arrival)
     samples = await unless_gone(request.receive, generation.run())
     answers = [answer(server, job, sample) for sample in samples]
     return json_response(answers[0] if job.single else answers)
@@ -214,20 +216,29 @@ def _check_schema_parts(body: GenerateBody, server: Server) -> None:
 # ---- the answer --------------------------------------------------------------------------------------
 
 
-def answer(server: Server, job: Job, sample: Sample, *, since: int = 0, text: str | None = None) -> dict[str, Any]:
-    """The answer so far; with `since` and `text`, the piece that begins at that token."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What of an answer is told: from the token `since` on, with this text; or all of it."""
+
+    since: int = 0
+    text: str | None = None
+    prompt_lists: dict[str, Any] | None = None  # the input_* lists, where they have been written before
+
+
+def answer(server: Server, job: Job, sample: Sample, part: Part = Part()) -> dict[str, Any]:
+    """The answer so far, or a part of it."""
     result: dict[str, Any] = {
-        "text": sample.text if text is None else text,
-        "output_ids": sample.token_ids[since:],
-        "meta_info": _meta(server, job, sample, since),
+        "text": sample.text if part.text is None else part.text,
+        "output_ids": sample.token_ids[part.since :],
+        "meta_info": _meta(server, job, sample, part),
     }
     if job.body.return_prompt_token_ids:
         result["prompt_token_ids"] = list(sample.prompt_ids)
     return result
 
 
-def _meta(server: Server, job: Job, sample: Sample, since: int) -> dict[str, Any]:
-    want = job.wants[sample.prompt_index]
+def _meta(server: Server, job: Job, sample: Sample, part: Part) -> dict[str, Any]:
+    since, want = part.since, job.wants[sample.prompt_index]
     meta: dict[str, Any] = {
         "id": sample.rid,
         "finish_reason": finish_object(sample),
@@ -241,7 +252,7 @@ def _meta(server: Server, job: Job, sample: Sample, since: int) -> dict[str, Any
         "sampling_seed": sample.request.seed,
     }
     if want.logprobs:
-        meta |= _logprob_lists(server, job, sample, want, since)
+        meta |= _logprob_lists(server, job, sample, want, part)
     if job.body.return_token_sources:
         meta["token_sources"] = [str(source) for source in sample.sources[since:]]
     if want.mask_mode is not None:
@@ -288,11 +299,12 @@ def _final(server: Server, sample: Sample) -> dict[str, Any]:
     return result
 
 
-def _logprob_lists(server: Server, job: Job, sample: Sample, want: Wants, since: int) -> dict[str, Any]:
+def _logprob_lists(server: Server, job: Job, sample: Sample, want: Wants, part: Part) -> dict[str, Any]:
     texts = server.texts if job.body.return_text_in_logprobs else None
     shape = {"top": want.top > 0, "chosen": bool(want.token_ids)}
-    lists = f.native_prompt(sample.prompt_logprobs, texts, **shape)
-    output = sample.logprobs[since:]
+    known = part.prompt_lists
+    lists = dict(known) if known else f.native_prompt(sample.prompt_logprobs, texts, **shape)
+    output = sample.logprobs[part.since :]
     if sample.params.max_new_tokens == 0 and sample.next_token is not None:
         output = [sample.next_token]  # the token that would have come
     lists |= f.native_output(output, texts, **shape)
@@ -325,11 +337,11 @@ def hidden_states(sample: Sample, *, last: bool) -> list[Any]:
 # ---- streaming ---------------------------------------------------------------------------------------
 
 
-async def _events(server: Server, body: GenerateBody) -> AsyncGenerator[bytes, None]:
+async def _events(server: Server, body: GenerateBody, arrival: Arrival) -> AsyncGenerator[bytes, None]:
     """The route has answered 200 before anything is known: errors are events, too."""
     try:
         job = await _parse(body, server)
-        generation = server.generation(job.prompts, NATIVE_NAMES)
+        generation = server.generation(job.prompts, NATIVE_NAMES, arrival)
         pieces = Pieces(server, job, generation.samples)
         async for arrived in generation.arrivals(job.interval):
             events = [pieces.event(sample, generation.take(sample, output)) for sample, output in arrived]
@@ -342,6 +354,49 @@ async def _events(server: Server, body: GenerateBody) -> AsyncGenerator[bytes, N
         yield sse(native_event(error)) + DONE
 
 
+class Grown:
+    """What the cumulative events of one sample repeat, as JSON: every entry is written once and copied from then on.
+
+    The bytes sent grow with the square of the answer, as clients of this API expect; the work does not.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_lists: dict[str, Any] = {}
+        self._written: dict[str, bytearray] = {}
+        self._lengths: dict[str, int] = {}
+
+    def prompt(self, event: dict[str, Any]) -> None:
+        """Keeps the prompt's lists, once they are there: they stay what they are."""
+        meta = event["meta_info"]
+        if meta.get(PROMPT_LISTS[0]) and not self.prompt_lists:
+            self.prompt_lists = {name: msgspec.Raw(to_json(meta[name])) for name in PROMPT_LISTS if name in meta}
+
+    def output(self, event: dict[str, Any]) -> None:
+        """Puts all entries so far in the place of the newest, in the lists of the event that grow."""
+        meta = event["meta_info"]
+        for name in LENGTHS:
+            if name in meta:
+                meta[name] = self._lengths[name] = self._lengths.get(name, 0) + meta[name]
+        for holder, names in ((event, ("output_ids",)), (meta, OUTPUT_LISTS)):
+            for name in names:
+                if name in holder:
+                    holder[name] = self._all(name, to_json(holder[name]))
+
+    def _all(self, name: str, newest: bytes) -> msgspec.Raw:
+        written = self._written.setdefault(name, bytearray(b"["))
+        if len(newest) > 2:
+            written += newest[1:-1] if len(written) == 1 else b"," + newest[1:-1]
+        return msgspec.Raw(bytes(written) + b"]")
+
+
+PROMPT_LISTS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+OUTPUT_LISTS = (
+    "output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs", "token_sources",
+    "output_token_sampling_mask", "output_token_sampling_logprobs",
+)  # fmt: skip
+LENGTHS = ("output_token_logprobs_length", "output_token_sampling_mask_length")
+
+
 class Pieces:
     """The events of a stream."""
 
@@ -352,11 +407,14 @@ class Pieces:
         wanted = job.body.incremental_stream
         self.incremental = server.options.incremental_streaming_output if wanted is None else wanted
         self.index = {sample: number for number, sample in enumerate(samples)}
+        self.grown = {sample: Grown() for sample in samples}
 
     def event(self, sample: Sample, delta: Delta) -> bytes:
-        """The event that tells of `delta`."""
-        if self.incremental:
-            event = answer(self.server, self.job, sample, since=delta.first_token, text=delta.text)
-        else:
-            event = answer(self.server, self.job, sample)
+        """The event that tells of `delta`; called once for each, in order."""
+        grown = self.grown[sample]
+        event = answer(self.server, self.job, sample, Part(delta.first_token, delta.text, grown.prompt_lists))
+        grown.prompt(event)
+        if not self.incremental:
+            event["text"] = sample.text
+            grown.output(event)
         return sse(event | {"index": self.index[sample]} if self.many else event)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from exactspec.server.engine_client import EngineClient
 from exactspec.server.errors import ApiError
 from exactspec.server.formatting import TokenTexts
-from exactspec.server.generation import Generation, Prompt
+from exactspec.server.generation import Arrival, Generation, Prompt, rid_of
 from exactspec.server.metrics import Metrics
 from exactspec.server.options import ServeOptions
 
@@ -40,6 +41,7 @@ class Server:
     draining: bool = False
     in_flight: int = 0
     started: float = field(default_factory=time.time)
+    arrivals: weakref.WeakSet[Arrival] = field(default_factory=weakref.WeakSet)  # on their way to the engine
     _tokenizing: threading.Lock = field(default_factory=threading.Lock)  # fast tokenizers mind concurrent calls
 
     def set_tokenizer(self, tokenizer: Any) -> None:
@@ -53,13 +55,27 @@ class Server:
             raise ApiError(503, "the server is starting", retry_after=5)
         self.client.check_available()
 
-    def generation(self, prompts: list[Prompt], names: dict[str, str]) -> Generation:
+    def arrival(self) -> Arrival:
+        """An HTTP request that has been read: aborts reach it from now on."""
+        arrival = Arrival()
+        self.arrivals.add(arrival)
+        return arrival
+
+    def abort(self, prefix: str) -> None:
+        """Aborts every sample whose id begins with `prefix`, wherever it is on its way."""
+        for arrival in self.arrivals:
+            if not arrival.over:
+                arrival.aborted.append(prefix)
+        ids = [(request_id, rid_of(request_id)) for request_id in self.client.active()]
+        self.client.abort([request_id for request_id, rid in ids if rid is not None and rid.startswith(prefix)])
+
+    def generation(self, prompts: list[Prompt], names: dict[str, str], arrival: Arrival) -> Generation:
         """Checks and prepares all prompts of an HTTP request; nothing runs yet."""
         total = sum(prompt.params.n for prompt in prompts)
         if total > self.options.max_batch:
             raise ApiError(400, f"n: prompts times samples is {total}; at most {self.options.max_batch} are allowed")
         limit = self.options.request_timeout or None
-        return Generation(self.client, self.tokenizer, prompts, names, self.metrics, limit)
+        return Generation(self.client, self.tokenizer, prompts, names, self.metrics, limit, arrival)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if len(text) < 2_000 and self._tokenizing.acquire(blocking=False):  # shorter than a hop to the thread
@@ -85,6 +101,10 @@ def server_of(request: Request) -> Server:
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(_json.encode(content), status, headers, media_type="application/json")
+
+
+def to_json(content: Any) -> bytes:
+    return _json.encode(content)
 
 
 def sse(content: Any) -> bytes:

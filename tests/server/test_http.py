@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 from conftest import Running
 
 
@@ -63,6 +64,31 @@ def test_one_connection_carries_streams_errors_and_answers_in_order(server: Runn
     for answer, word in zip(answers, (b"ne", b"two", b"JSON", b"bytes", b"hre", b"our"), strict=True):
         assert word in answer
     assert [answer.count(b"data: [DONE]") for answer in answers] == [1, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/health", "/nothing"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_reads_until_the_connection_ends(server: Running, path: str, stream: bool) -> None:
+    """It knows no chunks: a stream comes as it is, and its end is the connection's."""
+    bodies = {"/generate": {"text": "SAY:the end"}, "/v1/completions": {"prompt": "SAY:the end"}}
+    data = json.dumps(bodies[path] | {"stream": stream}).encode() if path in bodies else b""
+    head = f"{'POST' if data else 'GET'} {path} HTTP/1.0\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=20) as connection:
+        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+    fields, _, content = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in fields.lower()
+    assert b"connection: close" in fields.lower()
+    if not data:
+        assert (content == b"") == (path == "/health")
+    elif stream:
+        events = content.decode().split("\n\n")
+        assert all(event.startswith("data: {") for event in events[:-2])
+        assert events[-2:] == ["data: [DONE]", ""]
+    else:
+        assert "the end" in str(json.loads(content))
 
 
 def test_methods(server: Running) -> None:

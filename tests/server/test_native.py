@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import Running
 from fake_engine import EOS, WIDTH, FakeTokenizer, entry, logprob
+
+from exactspec.server import native
+from exactspec.server.formatting import TokenTexts
+from exactspec.server.generation import Sample
+from exactspec.server.options import ServeOptions
+from exactspec.text.stream import TextStream
+from exactspec.types import FinishReason, Request, RequestStats, StepOutput, TokenSource
 
 FLOOR = -3.4028234663852886e38
 TOKENIZER = FakeTokenizer()
@@ -28,6 +37,36 @@ def events(server: Running, body: dict[str, Any], path: str = "/generate") -> li
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+VOLATILE = ("e2e_latency", "response_sent_to_client_ts")
+
+
+def _parts(body: dict[str, Any]) -> tuple[Sample, native.Job, Any]:
+    """What a native stream is made from, without a server."""
+    prompt, parsed = TOKENIZER.encode("abc SAY:"), native.GenerateBody.model_validate(body)
+    wants = native._wants(parsed, 1, many=False)
+    params = native.native_params({}, native._plan(parsed, wants[0]), ServeOptions("fake"))
+    request = Request("r#1", tuple(prompt), params, 0)
+    sample = Sample(request, "r", 0, 0, TextStream(TOKENIZER, params))
+    server = SimpleNamespace(texts=TokenTexts(TOKENIZER), options=ServeOptions("fake", draft="ngram"))
+    return sample, native.Job(parsed, [], wants, True, 1), server
+
+
+def _outputs(request_id: str, steps: int) -> Iterator[StepOutput]:
+    """Steps of one to three tokens, some of none; the prompt's logprobs come with the second."""
+    at = len(TOKENIZER.encode("abc SAY:"))
+    for step in range(steps):
+        ids = [0xE2, 0x82, 0xAC][: step % 4]
+        output = StepOutput(
+            request_id, ids, [entry(at + i, token, 3, (1, 5)) for i, token in enumerate(ids)],
+            [TokenSource.BONUS] * len(ids), FinishReason("length") if step == steps - 1 else None, RequestStats(),
+            sampling_mask=[([token, 7], [-0.5, -1.0]) for token in ids],
+        )  # fmt: skip
+        if step == 1:
+            output.prompt_logprobs = [entry(i, i, 3, (1, 5)) for i in range(at)]
+        at += len(ids)
+        yield output
 
 
 def test_one_text(server: Running) -> None:
@@ -164,6 +203,37 @@ def test_a_stream_says_what_the_answer_says(server: Running, stop: str | None) -
     if stop in (" the", "€"):
         assert whole["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
         assert stop not in whole["text"]
+
+
+def test_cumulative_events_are_written_once_and_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each event holds the bytes of the whole answer so far; each entry has been written for one event only."""
+    body = {
+        "text": "x", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3, "token_ids_logprob": [1, 5],
+        "return_text_in_logprobs": True, "return_sampling_mask": True, "sampling_logprobs_mode": "support",
+        "return_token_sources": True,
+    }  # fmt: skip
+    sample, job, server = _parts(body)
+    pieces, written = native.Pieces(server, job, [sample]), 0
+
+    def counted(entries: Any, texts: Any) -> Any:
+        nonlocal written
+        written += len(entries)
+        return native_top(entries, texts)
+
+    native_top = native.f.native_top
+    monkeypatch.setattr(native.f, "native_top", counted)
+    events = []
+    for output in _outputs(sample.request.request_id, steps=40):
+        delta = sample.take(output)
+        events.append((pieces.event(sample, delta), written))
+        whole = native.answer(server, job, sample)
+        whole["meta_info"] |= {name: 0.0 for name in VOLATILE if name in whole["meta_info"]}
+        written = events[-1][1]
+        told = json.loads(events[-1][0][6:])
+        told["meta_info"] |= {name: 0.0 for name in VOLATILE if name in told["meta_info"]}
+        assert native.to_json(told) == native.to_json(whole)
+    tokens, prompt = len(sample.token_ids), len(sample.prompt_ids)
+    assert events[-1][1] == tokens + prompt  # of both, the alternatives of each once
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])

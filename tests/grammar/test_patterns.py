@@ -1,0 +1,80 @@
+"""Patterns against Python's own `re` and `json`: what comes through is JSON and matches, or the pattern is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+from test_owner import owner, walk
+
+from exactspec.errors import RequestError
+from exactspec.grammar.patterns import in_ascii, misread, without_newlines
+
+# (pattern, what must come through, with everything else that the alphabet gives left to `re` and `json`)
+SERVED = [
+    ("^é[^x]$", ["éa", "éé", "é "]),
+    ("^[^é]$", ["a", "😀"]),
+    ("^[à-ÿ]+$", ["é", "éé"]),
+    ("^😀.$", ["😀a", "😀é"]),
+    (r"^\ud83d\ude00$", ["😀"]),
+    (r"^[\é\\]$", ["é"]),
+    ("^a.$", ["aa", "aé", "a "]),
+    (r"^(a|\n)$", ["a"]),
+    (r"^\s$", [" "]),
+    (r"^[^\n]$", ["a", "é", " "]),
+    (r"^(a|\t\")?é*$", ["", "a", "éé", "aé"]),
+    ("^(a$|é$)", ["a", "é"]),
+]
+REFUSED = [
+    *((pattern, "escapes") for pattern in (r"^a\nb$", "^\n$", r"^[\x00-\x1f]$", '^"$', r"^\\$", r"^(\n|é\t)$")),
+    ("(?=a)a", r"\(\?="), ("(?!a).", r"\(\?!"), (r"^a\Z", r"\\Z"), (r"[\A]", r"\\A"), ("a++", "possessive"),
+    *((pattern, "ends only") for pattern in ("^a$b", "a^b", "(^a){2}", "(a$)b")),
+    *((pattern, "surrogate") for pattern in (r"\ud800", "\ud800", r"[\ud800-\udfff]")),
+]  # fmt: skip
+ALPHABET = ["a", "b", "x", "é", "😀", " ", "\n", "\t", '"', "\\", "\x00"]
+
+
+@pytest.mark.parametrize(("pattern", "wanted"), SERVED)
+@pytest.mark.parametrize("more", [{}, {"minLength": 1}])
+def test_strings_with_a_pattern_are_json_and_match(pattern: str, wanted: list[str], more: dict[str, int]) -> None:
+    """Beside a string with a length the grammar is written out and read again: that may change nothing."""
+    one = {"type": "string", "pattern": pattern}
+    schema = {"type": "array", "prefixItems": [one, {"type": "string"} | more], "minItems": 2, "maxItems": 2}
+    text = json.dumps(schema, ensure_ascii="ud8" in pattern)
+    through = []
+    for letters in itertools.chain.from_iterable(itertools.product(ALPHABET, repeat=n) for n in range(3)):
+        document = f'["{"".join(letters)}","b"]'
+        if walk(owner(json_schema=text), document):
+            through.append(json.loads(document)[0])
+            assert re.search(pattern.replace(r"\ud83d\ude00", "😀"), through[-1])
+    assert set(wanted) <= set(through)
+
+
+@pytest.mark.parametrize(("pattern", "words"), REFUSED)
+def test_a_pattern_that_would_be_misread_is_refused(pattern: str, words: str) -> None:
+    for schema in ({"type": "string", "pattern": pattern}, {"type": "object", "patternProperties": {pattern: {}}}):
+        with pytest.raises(RequestError, match=words) as caught:
+            owner(json_schema=json.dumps({"type": "array", "items": schema}))
+        assert caught.value.field == "json_schema"
+        assert "#/items" in str(caught.value)
+
+
+def test_a_regex_is_not_in_json_and_a_dot_is_no_line_feed() -> None:
+    assert walk(owner(regex=r'^"\t\\é$'), '"\t\\é')
+    for pattern in (".", "a.b", r"\.", "[.]", "[^.]", "é.", r"[\].]", r"\\."):
+        for letters in itertools.chain.from_iterable(itertools.product("a.b\n]é\\", repeat=n) for n in (1, 2, 3)):
+            text = "".join(letters)
+            assert walk(owner(regex=pattern), text) == (re.fullmatch(pattern, text) is not None), (pattern, text)
+    for pattern in ("(?=a)a", r"a\Z", "a$b", "a*+"):
+        with pytest.raises(RequestError, match="regex"):
+            owner(regex=pattern)
+
+
+def test_spellings() -> None:
+    assert in_ascii(r"é\é\\é😀") == r"\u00e9\u00e9\\\u00e9\u{1f600}"
+    assert in_ascii(r"\uD83D\uDE00 \\ud83d") == r"\u{1f600} \\ud83d"
+    assert without_newlines(r"a.[.]\.(?:.)") == r"a[^\n][.]\.(?:[^\n])"
+    for pattern in ("^(a|b)$", "^a|b$", "(^a)", "(a$)", "^$", "", "[^^$]", r"\^\$", "^(?:a|^b)", r"\u{1f600}", "a+?"):
+        assert misread(pattern) is None, pattern
