@@ -16,6 +16,7 @@ from torch import Tensor
 
 from exactspec.model.target import TargetModel
 from exactspec.sampling.row_ops import row_ops
+from exactspec.text.detokenizer import Detokenizer
 from exactspec.types import FinishReason, ForwardBatch, LogprobsKind, SamplingParams, TokenLogprob
 
 NOISE_STREAM = 0  # the target's
@@ -182,7 +183,7 @@ def naive_prompt_logprobs(target: TargetModel, prompt_ids: Sequence[int], params
 def stop_match(target: TargetModel, token_ids: Sequence[int], params: SamplingParams) -> int | str | None:
     """What ends the output after its newest token: a stop string (the one that ends first), a stop id or an end token.
     `ignore_eos` switches off both kinds of tokens."""
-    text = target.tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+    text = Detokenizer(target.tokenizer, params.skip_special_tokens).append(token_ids)  # whole characters only
     ends = [(text.index(stop) + len(stop), stop) for stop in params.stop or () if stop in text]
     if ends:
         return min(ends, key=lambda end: end[0])[1]

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "sampling": {"backend"},
     "logprobs": {"backend", "sampling"},
     "model": {"backend", "text"},
-    "naive": {"backend", "model", "sampling", "logprobs"},
+    "naive": {"backend", "model", "sampling", "text"},
     "scheduler": {"cache"},
     "draft": {"backend", "model", "sampling"},
     "verify": {"backend", "sampling", "scheduler"},
