@@ -19,8 +19,8 @@ import numpy as np
 
 from exactspec.engine.llm import LLM
 from exactspec.errors import ConfigError
+from exactspec.text.prompt_file import read_prompt_file
 from exactspec.train.calibrate import expected_calibration_error, measure_confidence
-from exactspec.train.prompts import read_prompt_file
 from exactspec.train.rollouts import Rounds, run_rollouts
 from exactspec.types import SamplingParams
 

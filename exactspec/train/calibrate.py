@@ -27,7 +27,8 @@ from exactspec.draft.calibration import (
 from exactspec.draft.config import read_draft_config
 from exactspec.engine.llm import LLM
 from exactspec.errors import ConfigError
-from exactspec.train.prompts import decode_all, frame_prompts, openings, read_prompt_file, user_turn
+from exactspec.text.prompt_file import read_prompt_file
+from exactspec.train.prompts import decode_all, frame_prompts, openings, user_turn
 from exactspec.train.rollouts import Rounds, run_rollouts
 from exactspec.train.saving import write_json
 from exactspec.train.templates import template_prompts

@@ -17,17 +17,11 @@ from torch import Tensor
 
 from exactspec.errors import CheckpointError, ConfigError
 from exactspec.model.weights import LoadedTarget
+from exactspec.text.prompt_file import read_prompt_file
 from exactspec.train.frozen import FrozenTarget
 from exactspec.train.generate import BatchGenerator, Job
 from exactspec.train.options import DataOptions
-from exactspec.train.prompts import (
-    PromptFilter,
-    decode_all,
-    frame_prompts,
-    openings,
-    read_prompt_file,
-    user_turn,
-)
+from exactspec.train.prompts import PromptFilter, decode_all, frame_prompts, openings, user_turn
 from exactspec.train.saving import write_json, write_tensors
 from exactspec.train.templates import long_prompt, template_prompts
 

@@ -1,20 +1,17 @@
 """Where training prompts come from, and which are kept.
 
-Sources: a JSON-lines file; templates; the target itself, which continues its own chat template inside the user turn.
+Sources: a prompt file (`text/prompt_file.py`); templates; the target itself, which continues its own chat template
+inside the user turn.
 Filters: length, repetition, near-duplicates, and any run of words shared with prompts that must stay unseen.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from exactspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from exactspec.text.tokenizer import Tokenizer
@@ -41,40 +38,6 @@ STARTS = (
     "Consider", "Implement", "Fix the bug", "Act as", "Tell me", "The following", "There are", "SELECT", "Prove that",
     "Develop a", "Analyze", "Convert", "Complete the", "In this task", "Your task is to", "I'm working on",
 )  # fmt: skip
-
-
-def read_prompt_file(path: Path) -> list[str]:
-    """First user turns of a JSON-lines file. Raises ConfigError naming file and line."""
-    prompts = []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold other line ends
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts: {path} cannot be read ({error})") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            prompts.append(_first_turn(json.loads(line)))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f'prompts: {path}, line {number}: expected {{"turns": [text, ...]}}, {{"prompt": text}}, '
-                f'{{"text": text}} or {{"messages": [...]}} ({error})'
-            ) from error
-    if not prompts:
-        raise ConfigError(f"prompts: {path} holds no prompt")
-    return prompts
-
-
-def _first_turn(record: dict[str, object]) -> str:
-    if "turns" in record:
-        text = record["turns"][0]  # type: ignore[index]
-    elif "messages" in record:
-        text = next(m["content"] for m in record["messages"] if m["role"] == "user")  # type: ignore[attr-defined]
-    else:
-        text = record["prompt"] if "prompt" in record else record["text"]
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError("the prompt is not a text")
-    return text
 
 
 class ChatFrame:

@@ -25,7 +25,7 @@ from exactspec.train.data import (
 )
 from exactspec.train.generate import BatchGenerator, Job
 from exactspec.train.options import DataOptions, make_options
-from exactspec.train.prompts import PromptFilter, frame_prompts, openings, read_prompt_file
+from exactspec.train.prompts import PromptFilter, frame_prompts, openings
 from exactspec.train.templates import long_prompt, template_prompts
 
 
@@ -107,22 +107,6 @@ def test_templates_are_varied_and_seeded():
     long = long_prompt(random.Random(0), ["first " * 50, "second " * 50])
     assert "first" in long
     assert "second" in long
-
-
-def test_prompt_files_and_their_faults(tmp_path):
-    path = tmp_path / "p.jsonl"
-    lines = [
-        {"turns": ["one\u2028line", "second turn"]},
-        {"prompt": "two"},
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "three"}]},
-    ]
-    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines) + "\n", encoding="utf-8")
-    assert read_prompt_file(path) == ["one\u2028line", "two", "three"]
-    path.write_text('{"turns": ["ok"]}\n{"question": "?"}\n')
-    with pytest.raises(ConfigError, match=r"p\.jsonl, line 2"):
-        read_prompt_file(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_prompt_file(tmp_path / "none.jsonl")
 
 
 def test_prompts_are_framed_by_the_chat_template():
