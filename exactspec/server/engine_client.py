@@ -87,7 +87,8 @@ class EngineClient:
             if code == 3 or self.num_restarts > self.max_restarts:
                 self.status = "dead"
                 self.failure = self.failure or f"the engine process ended with code {code}"
-                log.error("no more restarts: %s", self.failure)
+                if self.info:  # it has been ready; else whoever waits for that tells
+                    log.error("no more restarts: %s", self.failure)
                 self._ready.set()
                 return
             self.status = "starting"

@@ -8,16 +8,18 @@ import gc
 import importlib
 import logging
 import signal
+import socket
 import sys
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from exactspec.errors import ConfigError
+from exactspec.errors import ConfigError, ExactSpecError
 from exactspec.server.app import make_app
 from exactspec.server.engine_client import EngineClient
 from exactspec.server.metrics import Metrics
@@ -25,6 +27,7 @@ from exactspec.server.options import ServeOptions, parse
 from exactspec.server.state import Server
 
 log = logging.getLogger("exactspec.server")
+BACKLOG = 4096  # connections that wait to be accepted
 
 
 def load_tokenizer(model: str) -> Any:
@@ -65,37 +68,52 @@ def serve(options: ServeOptions) -> int:
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         raise ConfigError(f"log_level: must be debug, info, warning or error, got {options.log_level!r}")
     logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(options))
+    listener = _listen(options.host, options.port)  # before the engine loads: nobody waits for a port that is taken
+    options = replace(options, port=listener.getsockname()[1])  # 0 asks for any
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(options, listener))
 
 
-async def _serve(options: ServeOptions) -> int:
+def _listen(host: str, port: int) -> socket.socket:
+    """IPv4 where the host has it. Raises ConfigError."""
+    try:
+        families = {info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+        family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"port: cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+async def _serve(options: ServeOptions, listener: socket.socket) -> int:
     client = EngineClient(options.engine_settings(), factory=options.factory, max_restarts=options.max_restarts)
     server = Server(options, client, Metrics(lambda: client.stats))
     config = uvicorn.Config(
-        make_app(server), host=options.host, port=options.port, log_level="warning", access_log=False,
-        http=_Protocol, timeout_keep_alive=75, backlog=4096, lifespan="off", ws="none", proxy_headers=False,
+        make_app(server), log_level="warning", access_log=False, http=_Protocol, timeout_keep_alive=75,
+        backlog=BACKLOG, lifespan="off", ws="none", proxy_headers=False,
     )  # fmt: skip
     web = _Uvicorn(config)
     client.start()
     log.info("loading %s%s", options.model_path, f" with the draft {options.draft_name}" if options.draft_name else "")
-    starting = asyncio.create_task(_start(server))
+    starting = asyncio.create_task(_start(server, web))
     stop_asked = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, server, web, stop_asked)
     draining = asyncio.create_task(_drain(server, web, stop_asked))
     try:
-        await web.serve()
+        await web.serve(sockets=[listener])
     finally:
         for task in (starting, draining):
             task.cancel()
         await client.stop()
+    if starting.done() and not starting.cancelled() and not starting.result():
+        return 2
     return 0 if client.failure == "" else 3
 
 
-async def _start(server: Server) -> None:
-    """The tokenizer loads beside the engine; the port already answers, with 503."""
+async def _start(server: Server, web: uvicorn.Server) -> bool:
+    """The tokenizer loads beside the engine; the port already answers, with 503. False ends the server: what cannot
+    start now would not start later either, and whoever started it should know."""
     started = time.perf_counter()
     options = server.options
     try:
@@ -104,12 +122,13 @@ async def _start(server: Server) -> None:
         server.set_tokenizer(await asyncio.to_thread(make, options.model_path))
         gc.collect()
         gc.freeze()  # what was made until now stays: collections need not look through it while tokens wait
-    except Exception as error:
-        server.client.failure = f"no tokenizer: {error}"
-        log.exception("the tokenizer cannot be loaded")
-        server.client.status = "dead"
-        return
-    if await server.client.wait_ready():
+        ready = await server.client.wait_ready()
+    except Exception as error:  # the tokenizer's
+        server.client.failure = str(error)
+        ready = False
+        if not isinstance(error, ExactSpecError):
+            log.exception("the tokenizer cannot be loaded")
+    if ready:
         log.info(
             "ready after %.1f s: %s on http://%s:%d (context %s, K/V pool %s tokens)",
             time.perf_counter() - started, options.model_name, options.host, options.port,
@@ -117,6 +136,8 @@ async def _start(server: Server) -> None:
         )  # fmt: skip
     else:
         log.error("cannot start: %s", server.client.failure)
+        web.should_exit = True
+    return ready
 
 
 def _on_signal(server: Server, web: uvicorn.Server, stop_asked: asyncio.Event) -> None:

@@ -15,16 +15,17 @@ from typing import Any
 from exactspec.errors import ConfigError
 
 
-def _option(default: Any, text: str, *, also: Sequence[str] = (), kind: type | None = None) -> Any:
-    return field(default=default, metadata={"help": text, "also": tuple(also), "kind": kind or type(default)})
+def _option(default: Any, text: str | None, *, also: Sequence[str] = ()) -> Any:
+    """text: None hides the flag from --help. What an empty default (0, "") stands for, the text says itself."""
+    return field(default=default, metadata={"help": text, "also": tuple(also)})
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """What the server is started with. `engine_settings` gives the engine's share."""
 
-    model_path: str = _option("", "model: alias, folder, GGUF file or hub id", also=("--model",))
-    served_model_name: str = _option("", "name in answers [default: the model path]")
+    model_path: str = _option("", "the same as MODEL", also=("--model",))
+    served_model_name: str = _option("", "name in answers (default: the model path)")
     host: str = _option("127.0.0.1", "address to listen on")
     port: int = _option(30000, "port to listen on")
     allow_origin: str = _option("", "web origin whose pages may call this server (for the comparing page)")
@@ -35,15 +36,15 @@ class ServeOptions:
     )
     dtype: str = _option("auto", "auto, bfloat16, float16 or float32")
     numerics: str = _option("exact", "exact (bits never depend on the batch) or fast")
-    draft: str = _option("", "none, ngram, dflash, dspark, or a draft checkpoint folder")
+    draft: str = _option("", "none, ngram, dflash, dspark, or a draft checkpoint folder (default: none)")
     speculative_algorithm: str = _option("", "DFLASH, DSPARK or NGRAM")
     speculative_draft_model_path: str = _option("", "draft checkpoint", also=("--speculative-draft-model",))
-    speculative_num_draft_tokens: int = _option(0, "rows of a verify block, anchor included [default: the draft's]")
-    gamma: int = _option(0, "most draft tokens a round, anchor not included")
+    speculative_num_draft_tokens: int = _option(0, "rows of a verify block, anchor included (default: the draft's)")
+    gamma: int = _option(0, "most draft tokens a round, anchor not included (default: the draft's)")
     acceptance: str = _option("coupled", "coupled or rejection")
     verify: str = _option("all", "all or confidence: how many drafts are verified")
-    context_length: int = _option(0, "tokens [default: the model's own]")
-    max_total_tokens: int = _option(0, "K/V pool in tokens [default: from free memory]", also=("--kv-tokens",))
+    context_length: int = _option(0, "most tokens of prompt and answer (default: the model's own)")
+    max_total_tokens: int = _option(0, "K/V pool in tokens (default: from free memory)", also=("--kv-tokens",))
     page_size: int = _option(16, "tokens of a K/V page")
     max_running_requests: int = _option(48, "requests in one step")
     max_queued_requests: int = _option(4096, "waiting requests; more get a 503")
@@ -57,8 +58,8 @@ class ServeOptions:
     )
     stream_interval: int = _option(1, "least tokens per streamed event")
     random_seed: int = _option(0, "seed of the engine's own choices")
-    simulate_accept_length: float = _option(0.0, "benchmarks only: rounds accept this many tokens")
-    request_timeout: float = _option(0.0, "seconds a request may take, then 503 [default: no limit]")
+    simulate_accept_length: float = _option(0.0, "benchmarks only: rounds accept this many tokens, whatever they say")
+    request_timeout: float = _option(0.0, "seconds a request may take, then 503 (default: no limit)")
     drain_timeout: float = _option(60.0, "seconds that SIGTERM waits for requests in flight")
     max_restarts: int = _option(3, "restarts of the engine process")
     max_body_mb: int = _option(64, "largest request body, MiB; more gets a 413")
@@ -67,8 +68,9 @@ class ServeOptions:
     max_logprobs: int = _option(1024, "alternatives and asked ids per token")
     max_logit_bias: int = _option(1024, "entries of logit_bias")
     log_level: str = _option("info", "debug, info, warning or error")
-    factory: str = _option("exactspec.server.engine_process:build_from_json", "module:function that makes the engine")
-    tokenizer_factory: str = _option("exactspec.server.launch:load_tokenizer", "module:function(model) -> tokenizer")
+    # module:function, for tests: (settings) -> engine, (model) -> tokenizer
+    factory: str = _option("exactspec.server.engine_process:build_from_json", None)
+    tokenizer_factory: str = _option("exactspec.server.launch:load_tokenizer", None)
 
     def __post_init__(self) -> None:
         if not self.model_path:
@@ -79,7 +81,9 @@ class ServeOptions:
             raise ConfigError("speculative_num_draft_tokens: counts the anchor, so at least 2")
         if self.draft and (self.speculative_algorithm or self.speculative_draft_model_path):
             raise ConfigError("draft: give it or the speculative_* options, not both")
-        for name in ("port", "max_body_mb", "max_n", "max_batch", "stream_interval"):
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port: must be from 0 to 65535, got {self.port}")
+        for name in ("max_body_mb", "max_n", "max_batch", "stream_interval"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative")
 
@@ -147,12 +151,17 @@ HARMLESS_SWITCHES = (
     "log-requests", "enable-deterministic-inference", "disable-outlines-disk-cache", "disable-custom-all-reduce",
     "enable-request-time-stats-logging",
 )  # fmt: skip
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
 ONLY_ONE = ("dp-size", "pp-size", "nnodes")  # one engine on one machine serves
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="exactspec serve", description=__doc__, allow_abbrev=False)
-    result.add_argument("model", nargs="?", default=None, help="same as --model-path")
+    result = argparse.ArgumentParser(
+        prog="exactspec serve", usage="exactspec serve MODEL [options]", allow_abbrev=False,
+        description="Serves SGLang's native API and OpenAI's over HTTP. Options of an SGLang launch line work as they "
+        "are; those that change nothing here are accepted and not listed.",
+    )  # fmt: skip
+    result.add_argument("model", nargs="?", default=None, metavar="MODEL", help="alias, folder, GGUF file or hub id")
     result.add_argument(
         "--random-weights", default=None, metavar="CONFIG",
         help="instead of a model: random weights in the shape of qwen3-8b, qwen3-4b, llama-3.1-8b, smollm2-135m or of "
@@ -160,13 +169,13 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     for option in fields(ServeOptions):
         flags = [f"--{option.name.replace('_', '-')}", *option.metadata["also"]]
-        if option.metadata["kind"] is bool:
-            result.add_argument(*flags, dest=option.name, action="store_true", help=option.metadata["help"])
-        else:
-            result.add_argument(
-                *flags, dest=option.name, type=option.metadata["kind"], default=option.default,
-                help=f"{option.metadata['help']} (default: {option.default!r})",
-            )  # fmt: skip
+        text, default = option.metadata["help"], option.default
+        if isinstance(default, bool):
+            result.add_argument(*flags, dest=option.name, action="store_true", help=text)
+            continue
+        shown = argparse.SUPPRESS if text is None else f"{text} (default: {default})" if default else text
+        kind = type(default)
+        result.add_argument(*flags, dest=option.name, type=kind, default=default, metavar=_METAVARS[kind], help=shown)
     for name in HARMLESS_WITH_VALUE:
         result.add_argument(f"--{name}", dest="_ignored", help=argparse.SUPPRESS)
     for name in HARMLESS_SWITCHES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ import pytest
 from conftest import running_server
 
 from exactspec.errors import ConfigError
+from exactspec.server.launch import serve
 from exactspec.server.options import parse
 
 
@@ -83,16 +85,22 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_settings_that_cannot_work_are_told_and_not_retried() -> None:
+def test_what_cannot_start_says_why_and_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    """Wrong settings are not tried again: one line, status 2."""
     with running_server(model="broken", wait=False) as server:
-        server.wait("/server_info")
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and "broken" not in server.post("/generate", {"text": "a"}).text:
-            time.sleep(0.1)
-        answer = server.post("/generate", {"text": "a"})
-        assert answer.status_code == 503
-        assert "model: is broken" in answer.json()["message"]
-        assert server.http.get("/health").status_code == 503
+        assert server.process.wait(60) == 2
+    errors = [line for line in capfd.readouterr().err.splitlines() if "INFO" not in line]
+    assert len(errors) == 1
+    assert "cannot start: model: is broken" in errors[0]
+
+
+def test_a_port_that_is_taken_is_told_before_anything_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port: cannot listen on 127.0.0.1:{port}"):
+            serve(parse(["model", "--port", str(port)]))
+    with pytest.raises(ConfigError, match="port: must be from 0 to 65535"):
+        parse(["model", "--port", "99999"])
 
 
 def test_api_key() -> None:
