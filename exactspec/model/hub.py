@@ -18,7 +18,7 @@ from exactspec.errors import CheckpointError
 
 Download = Callable[[str, Path], None]  # (requirement "name==version", folder): puts one wheel into the folder
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 _BLOCK = 1 << 20
 
@@ -179,11 +179,14 @@ def fetch_hub(model: str) -> Path:
     try:
         return Path(snapshot_download(repo, revision=revision or None, allow_patterns=_HUB_FILES))
     except LocalEntryNotFoundError as error:
-        raise CheckpointError(f"{model}: not in the hub's cache, and the hub cannot be reached: {error}") from error
+        raise CheckpointError(
+            f"{model}: no folder here, not in the hub's cache, and the hub cannot be reached"
+        ) from error
     except OfflineModeIsEnabled as error:
-        raise CheckpointError(f"{model}: not in the hub's cache, and HF_HUB_OFFLINE is set") from error
+        raise CheckpointError(f"{model}: no folder here, not in the hub's cache, and HF_HUB_OFFLINE is set") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(f"{model}: cannot be fetched from the hub: {error}") from error
+        reason = str(error).split("\n")[0]  # the rest is advice of the hub's client
+        raise CheckpointError(f"{model}: cannot be fetched from the hub: {reason}") from error
 
 
 def sha256_of(file: Path) -> str:

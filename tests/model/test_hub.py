@@ -90,3 +90,10 @@ def test_pinned_aliases_are_complete():
         digests = [alias.sha256, *(wheel.sha256 for wheel in alias.wheels)]
         assert all(len(d) == 64 for d in digests)
         assert any(name == alias.file for wheel in alias.wheels for _, name in wheel.members)
+
+
+@pytest.mark.parametrize("name", ["./my-model", "../my-model", "my-model", "/my/model", "~/my-model.gguf"])
+def test_a_path_that_is_not_there_is_not_looked_for_in_the_hub(monkeypatch, name):
+    monkeypatch.setattr(hub, "fetch_hub", lambda model: pytest.fail(f"{model} asked of the hub"))
+    with pytest.raises(CheckpointError, match="no folder or file here"):
+        resolve_model(name)
