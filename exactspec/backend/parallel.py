@@ -6,11 +6,13 @@ by inputs, the LM head by vocabulary. Embeddings, norms and the small parts of d
 A sum over ranks gathers all ranks' parts and adds them in rank order, in float32. An all-reduce would leave the order
 to the library, which chooses it by size; so this keeps contract C2 within one number of ranks: a row's bits do not
 depend on the other rows. Every rank ends with the same bits and draws the same tokens. This is the only file that
-calls torch.distributed while an engine runs.
+calls torch.distributed while an engine runs; on CUDA devices of one host, few rows are summed without it
+(cuda/peers.py), in the same order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -102,12 +104,23 @@ def check_no_group() -> None:
 
 def leave_group() -> None:
     """Leaves the group of `join_group`, if there is one."""
+    _releases.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
+_releases: list[Callable[[], None]] = []  # of what waits for other ranks without a collective
+
+
+def on_abort(release: Callable[[], None]) -> None:
+    """`release` is called, from another thread, when a rank has died, until the group is left."""
+    _releases.append(release)
+
+
 def abort_collectives() -> None:
     """Ends collectives in flight, from another thread: a kernel that waits for a dead rank would wait for ever."""
+    for release in _releases:
+        release()
     group = dist.group.WORLD
     if group is not None:
         group.abort()

@@ -118,8 +118,9 @@ def decode_batch(requests: int, rows: int, context: int, device: torch.device) -
     return batch, requests * pages * PAGE
 
 
-def graph_seconds(function: Callable[[], object], repeats: int = 15) -> float:
-    """Median time of one replay of the captured function."""
+def graph_seconds(function: Callable[[], object], repeats: int = 15, together: int = 1) -> float:
+    """Median time of one replay of the captured function, or of a replay among `together` without a pause: of several
+    ranks none waits long for the others' hosts."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         function()
@@ -127,7 +128,12 @@ def graph_seconds(function: Callable[[], object], repeats: int = 15) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             function()
-        return replay_seconds(graph.replay, repeats)
+
+        def replay() -> None:
+            for _ in range(together):
+                graph.replay()
+
+        return replay_seconds(replay, repeats) / together
 
 
 def replay_seconds(replay: Callable[[], object], repeats: int) -> float:
@@ -143,13 +149,13 @@ def replay_seconds(replay: Callable[[], object], repeats: int) -> float:
     return statistics.median(times[2:])
 
 
-def step_seconds(target: TargetModel, requests: int, rows: int, context: int) -> float:
-    """One target step, LM head of all rows included."""
+def step_seconds(target: TargetModel, requests: int, rows: int, context: int, together: int = 1) -> float:
+    """One target step, LM head of all rows included; `together` as in graph_seconds."""
     batch, slots = decode_batch(requests, rows, context, target.backend.device)
     pool: KVPool = target.make_pool(slots)
     pool.k.normal_()
     pool.v.normal_()
-    return graph_seconds(lambda: target.logits(target.forward(batch, pool)[0]))
+    return graph_seconds(lambda: target.logits(target.forward(batch, pool)[0]), together=together)
 
 
 def draft_round_seconds(engine: Engine, context: int) -> float:

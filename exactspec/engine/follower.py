@@ -23,7 +23,7 @@ from exactspec.backend.parallel import join_group, leave_group
 from exactspec.backend.select import resolve_device
 from exactspec.engine.build import build_rank
 from exactspec.engine.engine import Engine
-from exactspec.engine.ranks import RankSettings, digest, follower_config
+from exactspec.engine.ranks import RankSettings, digest, drop_captured, follower_config
 from exactspec.errors import DeviceError, ExactSpecError
 from exactspec.grammar import GrammarCompiler
 from exactspec.text.stops import StopChecker
@@ -102,6 +102,7 @@ def main(argv: list[str]) -> int:
         engine = build_rank(config, parallel, lambda *args: FollowingEngine(pipe, *args))
         pipe.send("ready")
         follow(engine, pipe)
+        drop_captured(engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # rank 0 is gone
     except (ExactSpecError, RuntimeError) as error:

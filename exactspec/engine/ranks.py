@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import shutil
 import subprocess
@@ -275,7 +276,16 @@ class LeadingEngine(Engine):
         return checker if not params.stop_regex else ToldChecker(checker, self.followers)
 
     def close(self) -> None:
+        drop_captured(self)
         self.followers.close()
+
+
+def drop_captured(engine: Engine) -> None:
+    """The engine runs no more steps. What its runner has captured goes: NCCL keeps a communicator until the last graph
+    that holds a call of it is gone, so leaving the group would wait for ever."""
+    with contextlib.suppress(AttributeError):  # closed before
+        del engine.runner
+    gc.collect()
 
 
 class ToldChecker(StopChecker):

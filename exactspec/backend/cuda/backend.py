@@ -14,6 +14,7 @@ from exactspec.backend.base import KVPool, LayerWeights, RopeTable, StackSpec
 from exactspec.backend.cuda import sampling, scores
 from exactspec.backend.cuda.elementwise import rms_norm
 from exactspec.backend.cuda.linear import CudaLinear
+from exactspec.backend.cuda.peers import PeerSums, open_peers
 from exactspec.backend.cuda.stack import CudaStack
 from exactspec.backend.parallel import SINGLE, Parallel, VocabularyLinear
 from exactspec.errors import ConfigError, DeviceError
@@ -51,8 +52,11 @@ class CudaBackend:
         self.exact = numerics == "exact"
         self.num_sms = properties.multi_processor_count
         self.parallel = parallel
+        early = properties.major >= 9 and os.environ.get("EXACTSPEC_PDL", "1") != "0"
         # a collective between two kernels is no launch of ours: early starts would have to know it
-        self.pdl = properties.major >= 9 and os.environ.get("EXACTSPEC_PDL", "1") != "0" and parallel.size == 1
+        self.pdl = early and parallel.size == 1
+        self._peers: PeerSums | None = None
+        self._early_with_peers, self._asked_for_peers = early, False
 
     def make_pool(self, spec: StackSpec, num_slots: int, dtype: torch.dtype) -> KVPool:
         shape = (spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim)
@@ -67,7 +71,10 @@ class CudaBackend:
     def make_stack(self, spec: StackSpec, layers: list[LayerWeights], ropes: list[RopeTable]) -> CudaStack:
         layers = [_moved(layer, self.device) for layer in layers]
         ropes = [RopeTable(rope.cos.to(self.device), rope.sin.to(self.device)) for rope in ropes]
-        return CudaStack(spec, layers, ropes, self.exact, self.pdl, self.num_sms, self.parallel)
+        if not self._asked_for_peers:
+            self._peers, self._asked_for_peers = open_peers(self.parallel, self.device, spec.hidden_size), True
+        pdl = self.pdl or (self._early_with_peers and self._peers is not None)
+        return CudaStack(spec, layers, ropes, self.exact, pdl, self.num_sms, self.parallel, self._peers)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()

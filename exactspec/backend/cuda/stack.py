@@ -18,6 +18,7 @@ from exactspec.backend.cuda.attention import ROW_TILE, AttentionPlan, attention,
 from exactspec.backend.cuda.elementwise import add_parts, add_rms_norm, rms_norm, rope_write
 from exactspec.backend.cuda.launch import AFTER_WAIT, LARGE_STARTS, NO_STARTS, OFF, SMALL_STARTS, EarlyStarts
 from exactspec.backend.cuda.linear import SMALL_ROWS, CudaLinear
+from exactspec.backend.cuda.peers import PeerSums
 from exactspec.backend.parallel import SINGLE, Parallel
 from exactspec.errors import CheckpointError, UnsupportedModelError
 from exactspec.types import ForwardBatch
@@ -37,8 +38,9 @@ class CudaLayer:
         pdl: bool,
         num_sms: int,
         parallel: Parallel = SINGLE,
+        peers: PeerSums | None = None,
     ) -> None:
-        self.spec, self.index, self.parallel = spec, index, parallel
+        self.spec, self.index, self.parallel, self.peers = spec, index, parallel, peers
         self.window = spec.windows[index]
         act = ACTIVATIONS[spec.activation]
         self.qkv = CudaLinear(weights.qkv, weights.qkv_bias, exact, pdl=pdl, num_sms=num_sms)
@@ -80,14 +82,15 @@ class CudaLayer:
         attention(
             q, k_pool, v_pool, batch, plan, spec.attention_scale, self.window, mixed, starts.attention, starts.merge
         )
-        self._branch(self.o, mixed, self.post_attention_norm, source, x, None, starts.o, starts.mlp_norm)
+        self._branch(0, self.o, mixed, self.post_attention_norm, source, x, None, starts.o, starts.mlp_norm)
         rms_norm(x, self.mlp_norm, spec.rms_eps, h, starts.mlp_norm)
         act = torch.empty((rows, spec.intermediate_size), dtype=dtype, device=device)
         self.gate_up.into(h, act, start=starts.gate_up)
-        self._branch(self.down, act, self.post_mlp_norm, x, x, copy, starts.down, starts.norm)
+        self._branch(1, self.down, act, self.post_mlp_norm, x, x, copy, starts.down, starts.norm)
 
     def _branch(
         self,
+        which: int,
         linear: CudaLinear,
         rows: Tensor,
         norm: Tensor | None,
@@ -98,7 +101,7 @@ class CudaLayer:
         norm_start: int,
     ) -> None:
         if self.parallel.size > 1:
-            self._joined_branch(linear, rows, norm, residual, out, copy)
+            self._joined_branch(which, linear, rows, norm, residual, out, copy, start, norm_start)
             return
         if norm is None:
             linear.into(rows, out, residual, copy, start=start)
@@ -107,15 +110,55 @@ class CudaLayer:
         add_rms_norm(branch, norm, self.spec.rms_eps, residual, out, copy, norm_start)
 
     def _joined_branch(
-        self, linear: CudaLinear, rows: Tensor, norm: Tensor | None, residual: Tensor, out: Tensor, copy: Tensor | None
+        self,
+        which: int,
+        linear: CudaLinear,
+        rows: Tensor,
+        norm: Tensor | None,
+        residual: Tensor,
+        out: Tensor,
+        copy: Tensor | None,
+        start: int,
+        norm_start: int,
     ) -> None:
         """The same where each rank has a part of the sum over the branch's inputs."""
-        parts = self.parallel.gather(linear.into(rows, torch.empty_like(out)))
         if norm is None:
-            add_parts(parts, residual, out, copy)
+            self._sum_ranks(which, linear, rows, residual, out, copy, start)
             return
-        branch = add_parts(parts, None, torch.empty_like(out))
-        add_rms_norm(branch, norm, self.spec.rms_eps, residual, out, copy)
+        branch = self._sum_ranks(which, linear, rows, None, torch.empty_like(out), None, start)
+        add_rms_norm(branch, norm, self.spec.rms_eps, residual, out, copy, norm_start)
+
+    def _sum_ranks(
+        self,
+        which: int,
+        linear: CudaLinear,
+        rows: Tensor,
+        residual: Tensor | None,
+        out: Tensor,
+        copy: Tensor | None,
+        start: int,
+    ) -> Tensor:
+        """out = residual + the sum of all ranks' linear(rows)."""
+        peers = self.peers
+        if peers is None or not peers.fits(*out.shape):
+            return self.add_ranks(which, linear.into(rows, torch.empty_like(out)), residual, out, copy)
+        part = linear.into(rows, peers.part(which, *out.shape), start=start)
+        return self.add_ranks(which, part, residual, out, copy, OFF if start == OFF else AFTER_WAIT)
+
+    def add_ranks(
+        self,
+        which: int,
+        part: Tensor,
+        residual: Tensor | None,
+        out: Tensor,
+        copy: Tensor | None = None,
+        start: int = OFF,
+    ) -> Tensor:
+        """out = residual + the ranks' parts, in rank order: from their memory (`part` is peers.part) or gathered. The
+        same bits either way."""
+        if self.peers is None or not self.peers.fits(*out.shape):
+            return add_parts(self.parallel.gather(part), residual, out, copy)
+        return self.peers.sum(which, residual, out, copy, start)
 
 
 class CudaStack:
@@ -128,7 +171,9 @@ class CudaStack:
         pdl: bool,
         num_sms: int,
         parallel: Parallel = SINGLE,
+        peers: PeerSums | None = None,
     ) -> None:
+        """`pdl`: kernels of few rows start early; with several ranks that needs `peers`."""
         if len(layers) != spec.num_layers:
             raise CheckpointError(f"{len(layers)} layers given, expected {spec.num_layers}")
         if spec.activation not in ACTIVATIONS:
@@ -139,7 +184,9 @@ class CudaStack:
                 f"attention with {spec.num_heads} heads over {spec.num_kv_heads} of width {spec.head_dim} has no kernel"
             )
         self.spec, self.ropes, self.pdl, self.num_sms = spec, ropes, pdl, num_sms
-        self.layers = [CudaLayer(spec, weights, i, exact, pdl, num_sms, parallel) for i, weights in enumerate(layers)]
+        self.layers = [
+            CudaLayer(spec, weights, i, exact, pdl, num_sms, parallel, peers) for i, weights in enumerate(layers)
+        ]
 
     def forward(
         self, x: Tensor, batch: ForwardBatch, pool: KVPool, capture: Sequence[int] = ()
