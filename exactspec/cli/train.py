@@ -52,9 +52,13 @@ def train(
 
 
 def _parse(value: str) -> Any:
-    """A number, true, false, or text; several of them with commas between."""
+    """A number, true, false, or text; several of them with commas between, each of which may be numbers with colons
+    between (shares and temperatures)."""
     if "," in value:
         return tuple(_parse(part) for part in value.split(",") if part)
+    if ":" in value:
+        numbers = tuple(_parse(part) for part in value.split(":"))
+        return value if any(isinstance(number, str) for number in numbers) else numbers
     if value in ("true", "false"):
         return value == "true"
     for kind in (int, float):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from exactspec.draft.base import DraftBatch, Drafter
 from exactspec.engine.llm import LLM
+from exactspec.engine.runner import make_runner
 from exactspec.types import ForwardBatch, Proposal, RequestOutput, RunningRequest, SamplingParams
 
 Floats = NDArray[np.float64]
@@ -104,14 +105,19 @@ def run_rollouts(
     recorder = RecordingDrafter(engine.drafter)
     timers: dict[str, float] = defaultdict(float)
     originals = engine.target.forward, engine.target.logits
-    engine.drafter = engine.runner.drafter = recorder
+    runner, most = engine.runner, engine.config.max_running_requests
+    engine.drafter = recorder
+    # one of its own: what a device captures and overlaps would pass the recorder by
+    engine.runner = make_runner(
+        engine.target, recorder, runner.sampler, runner.policy, engine.pool, engine.config.page_size, most
+    )
     engine.target.forward = _timed(originals[0], timers, "target_forward")  # type: ignore[method-assign]
     engine.target.logits = _timed(originals[1], timers, "target_logits")  # type: ignore[method-assign]
     start = time.perf_counter()
     try:
         answers = llm.generate(list(prompts), list(params))
     finally:
-        engine.drafter = engine.runner.drafter = recorder.inner
+        engine.drafter, engine.runner = recorder.inner, runner
         engine.target.forward, engine.target.logits = originals  # type: ignore[method-assign]
     total = time.perf_counter() - start
     seconds = {**timers, **{f"draft_{part}": value for part, value in recorder.seconds.items()}}

@@ -41,8 +41,6 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     """
     device = pick_device(options.device)
     ranks = join_ranks(device)
-    if options.max_seconds is not None and ranks.world_size > 1:
-        raise ConfigError("max_seconds: with several processes give steps instead (clocks differ)")
     options.out.mkdir(parents=True, exist_ok=True)
     if loaded is None:
         from exactspec.model.loader import load_target

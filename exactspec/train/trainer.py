@@ -101,7 +101,7 @@ class Trainer:
         begun = time.monotonic() - done.seconds
         step, metrics = done.step, {}
         window = _Window(self.device)
-        while step < self.recipe.steps and not self.interrupted:
+        while step < self.recipe.steps and not self._is_stopped(step):
             blocks = next(source).to(self.device)
             rate = self.optimizers.rate(step, self._share(step, time.monotonic() - begun))
             if rate <= 0.0 and step > self.recipe.warmup_steps:
@@ -112,7 +112,6 @@ class Trainer:
             window.add(outcome, norm, blocks)
             last = step >= self.recipe.steps
             if step % options.log_every == 0 or last:
-                self.interrupted = self.ranks.any(self.interrupted, self.device)
                 metrics = self._log(window, outcome, blocks, rate)
                 window = _Window(self.device)
             if step % options.heldout_every == 0 and not last:
@@ -124,10 +123,20 @@ class Trainer:
         self.save()
         return {**metrics, **self._emit({"step": step, **self.measure_heldout()})}
 
+    def _is_stopped(self, step: int) -> bool:
+        """Whether Ctrl-C came. Several processes must leave at the same step: they ask each other now and then."""
+        if self.ranks.world_size > 1:
+            if step % self.options.log_every:
+                return False
+            self.interrupted = self.ranks.any(self.interrupted)
+        return self.interrupted
+
     def _share(self, step: int, seconds: float) -> float:
-        """How much of the run is over, by steps or by time, whichever is further."""
+        """How much of the run is over, by steps or by time (the first process's clock), whichever is further."""
         by_steps = step / self.recipe.steps
-        return by_steps if self.options.max_seconds is None else max(by_steps, seconds / self.options.max_seconds)
+        if self.options.max_seconds is None:
+            return by_steps
+        return max(by_steps, self.ranks.from_first(seconds) / self.options.max_seconds)
 
     def _step(self, blocks: BlockBatch, rate: float) -> tuple[Outcome, torch.Tensor]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
