@@ -81,7 +81,7 @@ def test_a_failed_download_says_why(index, monkeypatch):
 def test_the_hub_when_offline(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"some/model: not in the hub's cache"):
+    with pytest.raises(CheckpointError, match=r"some/model: no folder here, not in the hub's cache"):
         resolve_model("some/model")
 
 
