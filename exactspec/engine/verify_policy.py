@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -31,8 +32,12 @@ class VerifyPolicy(Protocol):
 
     needs_draft_probs: bool
     reads_confidence: bool  # the proposal's, in some rounds at least
-    skips_drafts: bool  # wants_drafts is not always True
     learns: bool  # wants to be told of rounds and their times
+
+    @property
+    def skips_drafts(self) -> bool:
+        """Are the steps to come likely to want no drafts? Then a drafter may learn of the present one late."""
+        ...
 
     @property
     def wants_confidence(self) -> bool:
@@ -97,6 +102,27 @@ class VerifyAll:
         pass
 
 
+@dataclass(slots=True)
+class _Decision:
+    """What is done in steps at one load, until it is thought over again."""
+
+    drafts: bool  # drafting is expected to pay
+    places: int  # drafts that are then verified in all: the most of the numbers that are as good as any
+    window: int = 1  # steps that it holds for
+    steps_left: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What is known of a step before it is decided."""
+
+    num_requests: int
+    base_rows: int  # of a plain step without prefill
+    prefill_rows: int = 0
+    rows_behind: int = 0  # of context, at most, that the drafter has to catch up with first
+    tokens_left: int = 0  # for the sake of which it would
+
+
 class VerifyByConfidence:
     """Verifies the prefixes that are worth their rows (verify/plan.py) and drafts only while drafting pays.
 
@@ -106,18 +132,21 @@ class VerifyByConfidence:
     A round that is decided ahead knows the confidences of earlier rounds only: they say how many drafts are worth
     verifying in all. Which, is then chosen by its own.
 
-    Where verifying all of them is expected to be as good as any number, all are verified, and confidence is read in one
-    round of DECIDE_EVERY: asking and planning take their time, too.
+    Beside prefill rows one plans on the convex curve below the measured one: stairs up there are noise.
+
+    Thinking takes time, too. A decision holds for its load: for one step at first, for twice as many each time that it
+    is confirmed, for LONGEST at most. Where verifying all drafts is expected to be as good as any number, all are
+    verified, and confidence is read in the rounds that decide.
     """
 
     reads_confidence = True
-    skips_drafts = True
     learns = True
     PROBE_EVERY = 512  # steps: while drafting does not pay, how often to look again
     HOPELESS = 0.6  # drafting that is expected to give less than this share of plain steps is not tried
     TRIALS = 0.005  # share of all decode time that may be lost by trying drafts where they are not expected to pay
     TRIALS_AT_START = 1.0  # and beyond that, in times of a step of one row
-    DECIDE_EVERY = 8  # steps at one load that are decided together
+    CATCH_UP = 0.02  # what a drafter that learns late pays for a row of context, of what a row costs the target
+    LONGEST = 32  # steps that a decision holds for
     ADVANTAGE = 1.05  # what drafting must be expected to gain before it begins; it goes on while it gains anything
     ALIKE = 0.97  # numbers of drafts whose expected speeds differ by less are alike: the most are verified
     ALIKE_AT_FIRST = 0.9  # the same, ahead, for the first FEW rounds with so many base rows: a device may have to
@@ -130,93 +159,124 @@ class VerifyByConfidence:
         self.estimate = AcceptanceEstimate(gamma)
         self.blocks = RecentBlocks()
         self.num_undrafted_steps = 0  # in a row, trials among them
-        self._num_drafted_steps = 0  # in a row
-        self._load: tuple[int, int] | None = None  # (requests, prefill rows) of the last decision
-        self._all_alike = False  # by it: verifying all drafts is as good as any number
+        self._probe_at = self.PROBE_EVERY  # of these
+        self._decisions: dict[tuple[int, ...], _Decision] = {}  # by load
         self.wants_confidence = True
         self._seconds = 0.0  # of all decode steps, as the costs say: ranks must decide alike
+        self._uncounted: Counter[tuple[int, int]] = Counter()  # steps since, by rows and requests drafted for
         self._lost = 0.0  # of these, on trials
         self._confident: list[list[float]] = []  # survival of the present round's drafts by their confidence
         self._accept = VerifyAll(acceptance).accept
-        self._ahead: tuple[int, int] | None = None  # base rows and drafts: the last decision ahead
-        self._num_ahead = 0  # rounds that it has served
-        self._num_rounds: Counter[int] = Counter()  # drafted ones that were decided ahead, by base rows
+        self._num_rounds: Counter[int] = Counter()  # that were decided ahead, by base rows
+
+    @property
+    def skips_drafts(self) -> bool:
+        return self.num_undrafted_steps > 0
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         """Compares the expected tokens per second with and without drafting, by the blocks of past rounds."""
-        load = (len(plan.decodes), plan.num_prefill_rows)
-        if load == self._load and self._is_settled():
-            self._count(self._num_drafted_steps > 0)
-            self.wants_confidence = not self._all_alike
-            return self._num_drafted_steps > 0
-        self._load, self.wants_confidence = load, True
-        gain, seconds = self._expected(plan)
-        pays = gain >= (self.ADVANTAGE if self.num_undrafted_steps else 1.0)
-        is_time = self.num_undrafted_steps % self.PROBE_EVERY == self.PROBE_EVERY - self.DECIDE_EVERY
-        self._count(pays)
-        if is_time and not pays:
-            self.blocks.forget_half()
-        unknown = self.blocks.is_half_known or not self.costs.is_draft_known(load[0])
-        wonders = gain >= self.HOPELESS and (is_time or (unknown and not plan.prefills))
-        return pays or (wonders and self._may_lose(gain, seconds))
+        count, gamma = len(plan.decodes), self.gamma
+        room = sum([min(gamma, request.draft_room) for request in plan.decodes])
+        load = () if plan.prefills else (count, room // count)  # near the end of an answer there is less to win
+        decision = self._holding(load)
+        if decision is not None:
+            self.wants_confidence = decision.places < room
+            return decision.drafts
+        self.wants_confidence = True
+        behind = left = 0
+        if self.num_undrafted_steps:
+            behind = sum(request.kv_len for request in plan.decodes)
+            left = sum(request.max_tokens - len(request.token_ids) for request in plan.decodes)
+        work = _Work(count, count, plan.num_prefill_rows, behind, left)
+        return self._decide(load, work, range(room + 1), self.ALIKE).drafts
 
-    def _is_settled(self) -> bool:
-        """Steps at one load are decided together; not those with which drafting begins: it might be a mistake."""
-        drafted = self._num_drafted_steps
-        if drafted:
-            return drafted >= self.DECIDE_EVERY and drafted % self.DECIDE_EVERY > 0
-        return self.num_undrafted_steps % self.DECIDE_EVERY > 0
+    def drafts_ahead(self, plan: StepPlan, base_rows: int, choices: Sequence[int]) -> int:
+        load = (base_rows,)  # one decision for all numbers of requests that share a size of round
+        self._num_rounds[base_rows] += 1
+        decision = self._holding(load)
+        if decision is None:
+            if not any(request.draft_room for request in plan.decodes):
+                return 0
+            alike = self.ALIKE if self._num_rounds[base_rows] > self.FEW else self.ALIKE_AT_FIRST
+            decision = self._decide(load, _Work(len(plan.decodes), base_rows), choices, alike)
+        return decision.places if decision.drafts else 0
+
+    def _holding(self, load: tuple[int, ...]) -> _Decision | None:
+        """The decision for this load, unless it is time to think again."""
+        decision = self._decisions.get(load)
+        if decision is None or not decision.steps_left:
+            return None
+        decision.steps_left -= 1
+        self._count(decision.drafts)
+        return decision
+
+    def _decide(self, load: tuple[int, ...], work: _Work, places: Sequence[int], alike: float) -> _Decision:
+        """Whether to draft, and to verify how many of `places` (rising from 0). It holds for steps at `load` to come
+        (unless that is empty), where it is no trial."""
+        step, count, rows = self.costs.step, work.num_requests, work.base_rows + work.prefill_rows
+        spent = self._spent(count, work.base_rows, work.prefill_rows)
+        rates = rates_ahead(self._survival(), count, rows, places, step, spent, convex=work.prefill_rows > 0)
+        best = int(rates.argmax())
+        chosen = places[int(np.flatnonzero(rates >= alike * rates[best])[-1])]
+        gain = float(rates[best]) / (count * step.sps(work.base_rows))
+        last = self._decisions.get(load)
+        drafted = last.drafts if last is not None else not self.num_undrafted_steps
+        pays = gain >= (1.0 if drafted else self.ADVANTAGE)
+        catch_up = work.rows_behind * self.CATCH_UP / (step.sps(step.rows[-1]) * step.rows[-1])
+        if catch_up:
+            pays = pays and work.tokens_left * (gain - 1.0) / float(rates[best]) > catch_up
+        self._count(pays)
+        loss = max(0.0, 1.0 - gain) * (1.0 / step.sps(rows + places[best]) + spent) + catch_up
+        if not pays and self._tries(gain, count, loss, work.prefill_rows):
+            self._decisions.pop(load, None)
+            return _Decision(True, chosen)
+        window = 1
+        if last is not None and (last.drafts, last.places) == (pays, chosen):
+            window = min(2 * last.window, self.LONGEST)
+        decision = _Decision(pays, chosen, window, window - 1)
+        if load:
+            self._decisions[load] = decision
+        return decision
+
+    def _spent(self, num_requests: int, base_rows: int, prefill_rows: int) -> float:
+        """Seconds of drafting, less those of prefill rows in the step: they are due whatever is decided, and would make
+        every draft look cheap beside them."""
+        spent, step = self.costs.draft_seconds(num_requests), self.costs.step
+        if prefill_rows:
+            with_them = float(step.sps_range(base_rows + prefill_rows, 1, convex=True)[0])
+            spent -= 1.0 / with_them - 1.0 / step.sps(base_rows)
+        return spent
 
     def _count(self, drafted: bool) -> None:
-        self._num_drafted_steps = self._num_drafted_steps + 1 if drafted else 0
         self.num_undrafted_steps = 0 if drafted else self.num_undrafted_steps + 1
+        if drafted:
+            self._probe_at = self.PROBE_EVERY
 
-    def _may_lose(self, gain: float, seconds: float) -> bool:
+    def _tries(self, gain: float, num_requests: int, loss: float, prefill_rows: int) -> bool:
+        """Whether drafts are tried that are not expected to pay. loss: seconds that this is expected to take."""
+        is_time = self.num_undrafted_steps >= self._probe_at
+        if is_time:
+            self._probe_at += self.PROBE_EVERY
+            self.blocks.forget_half()
+        unknown = self.blocks.is_half_known or not self.costs.is_draft_known(num_requests)
+        wonders = gain >= self.HOPELESS and (is_time or (unknown and not prefill_rows))
+        return wonders and self._may_lose(loss)
+
+    def _may_lose(self, loss: float) -> bool:
         """Whether the time for a trial is there; if so what it is expected to lose counts as spent."""
-        loss = max(0.0, 1.0 - gain) * seconds
-        if self._lost + loss > self.TRIALS * self._seconds + self.TRIALS_AT_START / self.costs.step.sps(1):
+        step = self.costs.step
+        for (rows, drafted), steps in self._uncounted.items():
+            self._seconds += steps * (1.0 / step.sps(rows) + self.costs.draft_seconds(drafted))
+        self._uncounted.clear()
+        if self._lost + loss > self.TRIALS * self._seconds + self.TRIALS_AT_START / step.sps(1):
             return False
         self._lost += loss
         return True
-
-    def _expected(self, plan: StepPlan) -> tuple[float, float]:
-        """Of a step with drafts for the plan's requests: tokens per second, over those of a plain step, and its
-        seconds."""
-        count, step = len(plan.decodes), self.costs.step
-        rows, room = count + plan.num_prefill_rows, sum(min(self.gamma, r.draft_room) for r in plan.decodes)
-        spent = self._spent(count, rows)
-        rates = rates_ahead(self._survival(), count, rows, range(room + 1), step, spent)
-        best = int(rates.argmax())
-        self._all_alike = bool(rates[-1] >= self.ALIKE * rates[best])
-        return float(rates[best]) / (count * step.sps(count)), 1.0 / step.sps(rows + best) + spent
 
     def _survival(self) -> Floats:
         """[W, G] of W blocks like those to come."""
         known = self.blocks.survival()
         return self.estimate.survival(1) if known is None else known
-
-    def _spent(self, count: int, rows: int) -> float:
-        """Seconds of drafting, less those of prefill rows in the step: they are due whatever is decided, and would make
-        every draft look cheap beside them."""
-        step = self.costs.step
-        return self.costs.draft_seconds(count) - (1.0 / step.sps(rows) - 1.0 / step.sps(count))
-
-    def drafts_ahead(self, plan: StepPlan, base_rows: int, choices: Sequence[int]) -> int:
-        count = len(plan.decodes)
-        self._num_rounds[base_rows] += 1
-        if self._ahead is not None and self._ahead[0] == base_rows and self._num_ahead < self.DECIDE_EVERY:
-            self._num_ahead += 1
-            return self._ahead[1]
-        self._ahead = None
-        if not self.wants_drafts(plan):
-            return 0
-        drafting, spent = choices[1:], self._spent(count, base_rows)
-        alike = self.ALIKE if self._num_rounds[base_rows] > self.FEW else self.ALIKE_AT_FIRST
-        rates = rates_ahead(self._survival(), count, base_rows, drafting, self.costs.step, spent)
-        chosen = drafting[np.flatnonzero(rates >= alike * rates.max())[-1]]
-        if not self.num_undrafted_steps:  # else it is a trial of one round
-            self._ahead, self._num_ahead = (base_rows, chosen), 1
-        return chosen
 
     def note_round(self, survival: Floats | None, verified: Sequence[int], accepted: Sequence[int]) -> None:
         if survival is None:
@@ -226,7 +286,7 @@ class VerifyByConfidence:
 
     def note_times(self, rows: int, step_seconds: float, drafted: int, draft_seconds: float) -> None:
         self.costs.note(rows, step_seconds, drafted, draft_seconds)
-        self._seconds += 1.0 / self.costs.step.sps(rows) + self.costs.draft_seconds(drafted)
+        self._uncounted[rows, drafted] += 1
 
     def verify_lens(self, plan: StepPlan, proposal: Proposal | None) -> list[int]:
         if proposal is None:
@@ -239,8 +299,9 @@ class VerifyByConfidence:
             survival = self.estimate.survival(len(plan.decodes)).tolist()
         rows = len(plan.decodes) + plan.num_prefill_rows
         return plan_confidence(
-            survival, proposal.lengths, rows, self.costs.step, stop_early=self.needs_draft_probs,
-            draft_seconds=self._spent(len(plan.decodes), rows),
+            survival, proposal.lengths, rows, self.costs.step,
+            stop_early=self.needs_draft_probs or rows > len(plan.decodes),
+            draft_seconds=self._spent(len(plan.decodes), len(plan.decodes), plan.num_prefill_rows),
         )  # fmt: skip
 
     def accept(self, sampled: SampleResult, groups: list[RowGroup], proposal: Proposal | None) -> list[AcceptResult]:
@@ -268,12 +329,15 @@ class AcceptByDecree:
         self.policy = policy
         self.simulated = simulated
         self.reads_confidence = policy.reads_confidence
-        self.skips_drafts = policy.skips_drafts
         self.learns = policy.learns
 
     @property
     def wants_confidence(self) -> bool:
         return self.policy.wants_confidence
+
+    @property
+    def skips_drafts(self) -> bool:
+        return self.policy.skips_drafts
 
     def wants_drafts(self, plan: StepPlan) -> bool:
         return self.policy.wants_drafts(plan)

@@ -107,18 +107,21 @@ def rates_ahead(
     places: Sequence[int],
     table: SpsTable,
     draft_seconds: float,
+    *,
+    convex: bool = False,
 ) -> NDArray[np.float64]:
     """Expected tokens per second for each number of `places` (drafts verified in all), before anything is drafted.
 
     survival [W, G]: of W blocks of earlier rounds, whose mixture stands for the blocks to come. The likeliest drafts
-    get the places, as in `make_plan`. Non-anticipating: nothing of the round itself is looked at.
+    get the places, as in `make_plan`. Non-anticipating: nothing of the round itself is looked at. convex: on the
+    convex curve below the measured one.
     """
     gains = np.sort(np.asarray(survival, dtype=np.float64), axis=None)[::-1]
     admitted = np.concatenate([[0.0], np.cumsum(gains)])
     blocks_each = np.shape(survival)[0] / num_requests
     wanted = np.asarray(places) * blocks_each
     tokens = num_requests + np.interp(wanted, np.arange(admitted.size), admitted) / blocks_each
-    seconds = 1.0 / table.sps_range(base_rows, max(places) + 1)[np.asarray(places)]
+    seconds = 1.0 / table.sps_range(base_rows, max(places) + 1, convex=convex)[np.asarray(places)]
     return np.asarray(tokens / (seconds + draft_seconds))
 
 

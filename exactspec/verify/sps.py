@@ -10,7 +10,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -44,14 +45,17 @@ class SpsTable:
     key: SpsKey
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
-    _dense: NDArray[np.float64] = field(init=False, repr=False, compare=False)
-    _convex: NDArray[np.float64] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_curve(self.rows, self.seconds)
-        every = np.arange(DENSE_ROWS + 1)
-        object.__setattr__(self, "_dense", 1.0 / _times(every, self.rows, self.seconds))
-        object.__setattr__(self, "_convex", 1.0 / _times(every, *convex_minorant(self.rows, self.seconds)))
+
+    @cached_property
+    def _dense(self) -> NDArray[np.float64]:
+        return 1.0 / _times(np.arange(DENSE_ROWS + 1), self.rows, self.seconds)
+
+    @cached_property
+    def _convex(self) -> NDArray[np.float64]:
+        return 1.0 / _times(np.arange(DENSE_ROWS + 1), *convex_minorant(self.rows, self.seconds))
 
     @classmethod
     def from_measurements(cls, key: SpsKey, rows: Sequence[int], seconds: Sequence[float]) -> SpsTable:

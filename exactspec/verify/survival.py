@@ -41,7 +41,11 @@ class AcceptanceEstimate:
     Counts fade with a half-life in steps. What is not known is filled in from the position before (the first: from
     `prior`), with the weight of `prior_count` tests. So a position that has not been verified for a while comes back
     to a hopeful value and is tried again. It knows past rounds only: a plan made from it is non-anticipating.
+
+    Rounds are counted when somebody asks: in a round itself that would take several times as long.
     """
+
+    COUNT_AT_ONCE = 64  # rounds, at most
 
     def __init__(self, gamma: int, *, prior: float = 0.7, prior_count: float = 4.0, half_life: float = 200.0) -> None:
         if gamma < 1 or not 0.0 < prior < 1.0 or prior_count <= 0 or half_life <= 0:
@@ -52,36 +56,43 @@ class AcceptanceEstimate:
         self.gamma = gamma
         self._prior, self._prior_count = prior, prior_count
         self._keep = 0.5 ** (1.0 / half_life)
-        self._tested = np.zeros(gamma)
-        self._accepted = np.zeros(gamma)
+        self._tested = [0.0] * gamma
+        self._accepted = [0.0] * gamma
+        self._uncounted: list[list[tuple[int, int]]] = []  # rounds: (verified, accepted) of each request
+        self._is_empty = True  # nothing to fade
 
     def update(self, verify_lens: Sequence[int], num_accepted: Sequence[int]) -> None:
         """One step's rounds. Position k was tested where the k drafts before it were accepted and it was verified."""
-        if not verify_lens and not self._tested.any():
-            return  # nothing to count, nothing to fade
-        verified = np.asarray(verify_lens, dtype=np.int64)
-        accepted = np.asarray(num_accepted, dtype=np.int64)
-        if verified.shape != accepted.shape or (accepted > verified).any() or (verified > self.gamma).any():
+        if not verify_lens and self._is_empty:
+            return
+        fits = len(verify_lens) == len(num_accepted)
+        counts = [*zip(verify_lens, num_accepted, strict=fits)]
+        if not fits or any(not 0 <= accepted <= verified <= self.gamma for verified, accepted in counts):
             raise ConfigError(f"num_accepted {num_accepted} do not fit verify_lens {verify_lens} of up to {self.gamma}")
-        self._tested *= self._keep
-        self._accepted *= self._keep
-        if verified.size:
-            self._tested += self._at_least(np.minimum(accepted + 1, verified))
-            self._accepted += self._at_least(accepted)
+        self._is_empty = False
+        self._uncounted.append(counts)
+        if len(self._uncounted) >= self.COUNT_AT_ONCE:
+            self._count()
 
-    def _at_least(self, lengths: NDArray[np.int64]) -> Floats:
-        """For k = 1 .. gamma the number of `lengths` that are >= k."""
-        counts = np.bincount(lengths, minlength=self.gamma + 1)[: self.gamma + 1]
-        return np.cumsum(counts[::-1])[::-1][1:].astype(np.float64)
+    def _count(self) -> None:
+        rounds, self._uncounted = self._uncounted, []
+        for counts in rounds:
+            self._tested = [keep * self._keep for keep in self._tested]
+            self._accepted = [keep * self._keep for keep in self._accepted]
+            for verified, accepted in counts:
+                for k in range(accepted):
+                    self._accepted[k] += 1.0
+                for k in range(min(accepted + 1, verified)):
+                    self._tested[k] += 1.0
 
     def conditional(self) -> Floats:
         """[G]: chance that draft k is accepted, given that all before it were."""
-        rates, expected = np.empty(self.gamma), self._prior
-        for k in range(self.gamma):
-            weight = self._tested[k] + self._prior_count
-            expected = (self._accepted[k] + self._prior_count * expected) / weight
-            rates[k] = expected
-        return rates
+        self._count()
+        rates, expected = [], self._prior
+        for tested, accepted in zip(self._tested, self._accepted, strict=True):
+            expected = (accepted + self._prior_count * expected) / (tested + self._prior_count)
+            rates.append(expected)
+        return np.array(rates)
 
     def survival(self, num_requests: int) -> Floats:
         """[R, G], the same row for every request."""
