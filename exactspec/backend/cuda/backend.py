@@ -31,6 +31,8 @@ class CudaBackend:
     name = "cuda"
     most_scored = scores.MOST_TOP
     parallel = SINGLE
+    _peers: PeerSums | None = None
+    _early_with_peers = _asked_for_peers = False
 
     def __init__(
         self, device: str | torch.device = "cuda", numerics: str = "exact", parallel: Parallel = SINGLE
@@ -55,8 +57,7 @@ class CudaBackend:
         early = properties.major >= 9 and os.environ.get("EXACTSPEC_PDL", "1") != "0"
         # a collective between two kernels is no launch of ours: early starts would have to know it
         self.pdl = early and parallel.size == 1
-        self._peers: PeerSums | None = None
-        self._early_with_peers, self._asked_for_peers = early, False
+        self._early_with_peers = early
 
     def make_pool(self, spec: StackSpec, num_slots: int, dtype: torch.dtype) -> KVPool:
         shape = (spec.num_layers, num_slots, spec.num_kv_heads, spec.head_dim)
