@@ -26,7 +26,7 @@ async def chat_completions(request: Request) -> Response:
     openai.check_content_type(request)
     server = server_of(request)
     body = parse_body(ChatBody, await request.body())
-    answer_id = openai.new_id("chatcmpl", body)
+    answer_id = body.rid or openai.new_id("chatcmpl")
     names = OPENAI_NAMES | {"prompt": "messages" if body.input_ids is None else "input_ids"}
     if body.max_completion_tokens is not None:
         names["max_new_tokens"] = "max_completion_tokens"
@@ -41,6 +41,7 @@ async def chat_completions(request: Request) -> Response:
         "choices": [_choice(server, body, sample) for sample in samples],
         "usage": openai.usage(server, samples),
         "metadata": openai.metadata(samples, logprobs=bool(body.logprobs)),
+        **openai.sglext(server, body, samples),
     }
     return json_response(result)
 
@@ -62,7 +63,7 @@ async def _parse(body: ChatBody, server: Server, answer_id: str) -> Prompt:
     defaults = server.client.info.get("generation_defaults") or {}
     params = openai_params(vars(body), max_tokens, defaults, plan, server.options)
     token_ids = await _prompt_ids(body, server)
-    return openai.make_prompt(body, token_ids, params, answer_id)
+    return openai.make_prompt(body, token_ids, params, answer_id, native.namespace(body.extra_key, body.cache_salt))
 
 
 def _plan(body: ChatBody) -> LogprobPlan:

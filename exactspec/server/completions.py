@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from exactspec.server import openai
+from exactspec.server import native, openai
 from exactspec.server.errors import OPENAI_NAMES, bad_request
 from exactspec.server.formatting import TextOffsets, completion_logprobs
 from exactspec.server.generation import Delta, Prompt, Sample
@@ -45,6 +45,7 @@ async def completions(request: Request) -> Response:
         "choices": choices,
         "usage": openai.usage(server, samples),
         "metadata": openai.metadata(samples, logprobs=body.logprobs is not None),
+        **openai.sglext(server, body, samples),
     }
     return json_response(result)
 
@@ -60,14 +61,15 @@ async def _parse(body: CompletionBody, server: Server) -> Job:
     plan = _plan(body)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     params = openai_params(vars(body), max_tokens, {}, plan, server.options)
-    answer_id = openai.new_id("cmpl", body)
+    given = body.rid or openai.new_id("cmpl")
+    rids, spaces = native.rids_of(given, len(prompts)), native.namespaces(body, len(prompts))
+    answer_id = given if isinstance(given, str) else rids[0] or openai.new_id("cmpl")
     jobs, echoes = [], []
     for index, prompt in enumerate(prompts):
         token_ids = await server.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise bad_request("prompt", "is empty; at least one token is needed")
-        rid = answer_id if len(prompts) == 1 else f"{answer_id}_{index}"
-        jobs.append(openai.make_prompt(body, token_ids, params, rid))
+        jobs.append(openai.make_prompt(body, token_ids, params, rids[index], spaces[index]))
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else server.tokenizer.decode(_known(server, token_ids)))
     return Job(body, answer_id, jobs, echoes)

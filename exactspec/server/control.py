@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from dataclasses import asdict
@@ -22,6 +23,8 @@ from exactspec.types import Request as EngineRequest
 from exactspec.types import SamplingParams
 
 HEALTH_TIMEOUT_S = 20.0
+STATS_TIMEOUT_S = 1.0
+BLOCK_SIZES = {"dflash": 1, "dspark": 0}  # rows of a draft block beyond gamma, in the words of this API
 _probes = itertools.count(1)
 
 
@@ -85,9 +88,17 @@ def _version() -> str:
     return exactspec.__version__
 
 
+async def _refresh(server: Server) -> None:
+    """Has the engine send its counts as they are now, so that they include every answer that a client has seen. A step
+    that takes long is not waited for."""
+    with contextlib.suppress(ApiError):
+        await server.client.call("stats", timeout=STATS_TIMEOUT_S)
+
+
 async def server_info(request: Request) -> Response:
     """The start options in snake case, and the live state."""
     server = server_of(request)
+    await _refresh(server)
     options, info, stats = server.options, server.client.info, server.client.stats
     gamma = info.get("gamma") or 0
     pool = (info.get("limits") or {}).get("pool_tokens") or 0
@@ -111,6 +122,10 @@ async def server_info(request: Request) -> Response:
         "speculative_num_draft_tokens": gamma + 1 if gamma else None,
         "speculative_num_steps": 1 if gamma else None,
         "speculative_eagle_topk": 1 if gamma else None,
+        **{
+            f"speculative_{name}_block_size": gamma + more if gamma and options.algorithm == name.upper() else None
+            for name, more in BLOCK_SIZES.items()
+        },
         "dtype": info.get("dtype", options.dtype),
         "device": info.get("device", options.device),
         "context_length": info.get("context_length"),
@@ -181,6 +196,7 @@ async def model(request: Request) -> Response:
 
 async def loads(request: Request) -> Response:
     server = server_of(request)
+    await _refresh(server)
     stats = server.client.stats
     running, waiting = stats.get("num_running", 0), stats.get("num_waiting", 0)
     used = (stats.get("num_pages", 0) - stats.get("free_pages", 0)) * server.client.info.get("page_size", 1)
@@ -190,6 +206,7 @@ async def loads(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
+    await _refresh(server_of(request))
     return Response(server_of(request).metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -27,6 +27,7 @@ from exactspec.types import Request, StepOutput
 log = logging.getLogger("exactspec.server")
 
 RETRY_AFTER_S = 5
+RATE_OVER_S = 0.25
 Event = StepOutput | ApiError | m.Refused
 
 
@@ -163,7 +164,7 @@ class EngineClient:
         return list(self._mailboxes)
 
     async def call(self, what: str, seconds: float = 0.0, timeout: float = 30.0) -> bool:
-        """flush, pause, resume or ping. False when refused; raises a 503 when the engine does not answer."""
+        """flush, pause, resume, stats or ping. False when refused; raises a 503 when the engine does not answer."""
         self.check_available()
         number = next(self._numbers)
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -208,11 +209,13 @@ class EngineClient:
             self.failure = message.reason
 
     def _note_stats(self, stats: dict[str, Any]) -> None:
+        self.stats = stats
         now, tokens = time.monotonic(), stats.get("output_tokens", 0)
-        if tokens > self._rate_base[1] and now > self._rate_base[0]:
+        if now < self._rate_base[0] + RATE_OVER_S:  # asked for between the regular ones: too short to tell a rate
+            return
+        if tokens > self._rate_base[1]:
             self.throughput = (tokens - self._rate_base[1]) / (now - self._rate_base[0])
         self._rate_base = (now, tokens)
-        self.stats = stats
 
     def _deliver(self, request_id: str, event: Event, *, last: bool) -> None:
         mailbox = self._mailboxes.get(request_id)

@@ -131,6 +131,9 @@ class EngineLoop:
                 self._send_outputs(self.engine.step())
         if call.what == "pause_retract":
             self.engine.retract_running()
+        if call.what == "stats":
+            self.next_stats = 0.0
+            self._send_stats()
         if call.what.startswith("pause"):
             self.paused = True
         elif call.what == "resume":

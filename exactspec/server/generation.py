@@ -21,6 +21,7 @@ from exactspec.server.metrics import Metrics
 from exactspec.text.stream import TextStream
 from exactspec.types import FinishReason, Request, RequestStats, SamplingParams, StepOutput, TokenLogprob, TokenSource
 
+MAX_RID = 1024  # characters: every output of a request carries its id
 _numbers = itertools.count(1)
 
 
@@ -181,6 +182,8 @@ class Generation:
         if abs(prompt.priority) >= 2**31:
             raise ApiError(400, f"priority: must fit 32 bits, got {prompt.priority}")
         rid = prompt.rid or os.urandom(16).hex()
+        if len(rid) > MAX_RID:
+            raise ApiError(400, f"rid: has {len(rid)} characters; at most {MAX_RID} are allowed")
         if prompt.params.n > 1:
             rid = f"{rid}_{index}"
         request = Request(

@@ -37,8 +37,8 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Call(msgspec.Struct, tag="call"):
-    """Asks for a Reply. `what`: ping, flush (seconds to wait for idleness), pause, pause_abort,
-    pause_retract, resume.
+    """Asks for a Reply. `what`: ping, stats (sent before the reply), flush (seconds to wait for idleness), pause,
+    pause_abort, pause_retract, resume.
     """
 
     call_id: int

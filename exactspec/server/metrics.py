@@ -85,8 +85,9 @@ class Intervals:
         self._counts = [0] * (len(INTERVALS) + 1)
         self._sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(INTERVALS, seconds)] += 1
+    def observe(self, seconds: float, tokens: int) -> None:
+        """So many tokens that came together, `seconds` after those before them."""
+        self._counts[bisect_left(INTERVALS, seconds / (tokens or 1))] += tokens
         self._sum += seconds
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
@@ -109,7 +110,7 @@ class Metrics:
         self.first_token = Histogram(
             "exactspec_time_to_first_token_seconds", "arrival to first token", buckets=TIMES, registry=self.registry
         )
-        self.interval = Intervals("exactspec_inter_token_latency_seconds", "mean seconds per token of a step")
+        self.interval = Intervals("exactspec_inter_token_latency_seconds", "seconds a token, the mean of its step")
         self.registry.register(self.interval)
         self.latency = Histogram(
             "exactspec_e2e_request_latency_seconds", "arrival to last token", buckets=TIMES, registry=self.registry
@@ -119,8 +120,9 @@ class Metrics:
         """A step has brought `num_tokens` to a sample; `before` is when its previous tokens came."""
         if num_tokens and before is None:
             self.first_token.observe(now - sample.started)
+            self.interval.observe(0.0, num_tokens - 1)
         elif num_tokens:
-            self.interval.observe((now - before) / num_tokens)  # type: ignore[operator]
+            self.interval.observe(now - before, num_tokens)  # type: ignore[operator]
         if sample.finish is not None:
             self.finishes.labels(sample.finish.kind).inc()
             self.latency.observe(now - sample.started)

@@ -15,7 +15,7 @@ from exactspec.server import formatting as f
 from exactspec.server.errors import NATIVE_NAMES, ApiError, bad_request, native_event
 from exactspec.server.generation import Arrival, Delta, Prompt, Sample
 from exactspec.server.params import LogprobPlan, native_params
-from exactspec.server.protocol import GenerateBody, SchemaError, parse_body
+from exactspec.server.protocol import CompletionBody, GenerateBody, SchemaError, parse_body
 from exactspec.server.state import DONE, EventStream, Server, json_response, server_of, sse, to_json, unless_gone
 
 REFUSED_IF_SET = (
@@ -79,8 +79,8 @@ async def _parse(body: GenerateBody, server: Server) -> Job:
         raise bad_request("n", "must be the same for all prompts of a batch")
     wants = _wants(body, count, many=samples[0] != 1)
     intervals = [_interval(p.get("stream_interval"), server.options.stream_interval) for p in params]
-    rids = _rids(body, count)
-    spaces = [_each(body.extra_key, count, "extra_key"), _each(body.cache_salt, count, "cache_salt")]
+    rids = rids_of(body.rid, count)
+    spaces = namespaces(body, count)
     jobs = []
     for i, prompt in enumerate(prompts):
         token_ids = await server.encode(prompt) if isinstance(prompt, str) else prompt
@@ -91,7 +91,7 @@ async def _parse(body: GenerateBody, server: Server) -> Job:
                 token_ids=token_ids,
                 params=native_params(params[i], _plan(body, wants[i]), server.options),
                 rid=rids[i],
-                namespace="|".join(space[i] or "" for space in spaces).strip("|"),
+                namespace=spaces[i],
                 priority=body.priority or 0,
                 return_hidden=wants[i].hidden,
                 sampling_mask=wants[i].mask_mode,
@@ -133,6 +133,17 @@ def _each(value: Any, count: int, name: str) -> list[Any]:
     return value
 
 
+def namespaces(body: GenerateBody | CompletionBody, count: int) -> list[str]:
+    """Which part of the prefix cache each prompt uses."""
+    keys, salts = _each(body.extra_key, count, "extra_key"), _each(body.cache_salt, count, "cache_salt")
+    return [namespace(key, salt) for key, salt in zip(keys, salts, strict=True)]
+
+
+def namespace(key: str | None, salt: str | None) -> str:
+    """One for each pair: whoever knows half of another's, or how the two are joined, does not get into it."""
+    return f"{len(key or '')}:{key or ''}{salt or ''}" if key or salt else ""
+
+
 def _interval(value: Any, default: int) -> int:
     if value is None:
         return default
@@ -141,12 +152,13 @@ def _interval(value: Any, default: int) -> int:
     return value
 
 
-def _rids(body: GenerateBody, count: int) -> list[str | None]:
-    if body.rid is None or isinstance(body.rid, str):
-        return [body.rid or None] if count == 1 else [f"{body.rid}_{i}" if body.rid else None for i in range(count)]
-    if len(set(body.rid)) != len(body.rid):
+def rids_of(rid: str | list[str] | None, count: int) -> list[str | None]:
+    """The id of each prompt's request: a string is the beginning of all."""
+    if rid is None or isinstance(rid, str):
+        return [rid or None] if count == 1 else [f"{rid}_{i}" if rid else None for i in range(count)]
+    if len(set(rid)) != len(rid):
         raise bad_request("rid", "holds duplicates")
-    return _each(body.rid, count, "rid")
+    return _each(rid, count, "rid")
 
 
 def _wants(body: GenerateBody, count: int, *, many: bool) -> list[Wants]:
@@ -283,20 +295,25 @@ def _final(server: Server, sample: Sample) -> dict[str, Any]:
         "e2e_latency": (sample.ended or time.perf_counter()) - sample.started,
         "response_sent_to_client_ts": now,
     }
-    stats, count = sample.stats, len(sample.token_ids)
-    if stats.rounds and server.options.counts_rounds:
-        histogram = [0] * (max(stats.accepted_per_round, default=0) + 1)
-        for accepted in stats.accepted_per_round:
-            histogram[accepted] += 1
-        result |= {
-            "spec_verify_ct": stats.rounds,
-            "spec_accept_length": count / stats.rounds,
-            "spec_accept_rate": stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0,
-            "spec_num_correct_drafts": stats.num_accepted,
-            "spec_num_proposed_drafts": stats.num_drafted,
-            "spec_correct_drafts_histogram": histogram,
-        }
-    return result
+    return result | rounds(server, sample)
+
+
+def rounds(server: Server, sample: Sample) -> dict[str, Any]:
+    """The spec_* counts; none for an answer without a round, or where no drafter was named."""
+    stats = sample.stats
+    if not stats.rounds or not server.options.counts_rounds:
+        return {}
+    histogram = [0] * (max(stats.accepted_per_round, default=0) + 1)
+    for accepted in stats.accepted_per_round:
+        histogram[accepted] += 1
+    return {
+        "spec_verify_ct": stats.rounds,
+        "spec_accept_length": len(sample.token_ids) / stats.rounds,
+        "spec_accept_rate": stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0,
+        "spec_num_correct_drafts": stats.num_accepted,
+        "spec_num_proposed_drafts": stats.num_drafted,
+        "spec_correct_drafts_histogram": histogram,
+    }
 
 
 def _logprob_lists(server: Server, job: Job, sample: Sample, want: Wants, part: Part) -> dict[str, Any]:

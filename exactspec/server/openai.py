@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from exactspec.server.errors import ApiError, bad_request, openai_body
 from exactspec.server.generation import Delta, Generation, Prompt, Sample
-from exactspec.server.native import hidden_states
+from exactspec.server.native import hidden_states, rounds
 from exactspec.server.protocol import OpenAIBody, SchemaError
 from exactspec.server.state import DONE, EventStream, Server, server_of, sse, unless_gone
 from exactspec.types import SamplingParams, StepOutput
@@ -30,14 +30,15 @@ def refuse_unsupported(body: OpenAIBody, names: Sequence[str] = ()) -> None:
             raise bad_request(name, "is not supported")
 
 
-def make_prompt(body: OpenAIBody, token_ids: Sequence[int], params: SamplingParams, rid: str | None) -> Prompt:
-    space = f"{body.extra_key or ''}|{body.cache_salt or ''}".strip("|")
+def make_prompt(
+    body: OpenAIBody, token_ids: Sequence[int], params: SamplingParams, rid: str | None, space: str
+) -> Prompt:
     hidden = bool(body.return_hidden_states)
     return Prompt(token_ids, params, rid, space, body.priority or 0, hidden, max_drafts=body.max_drafts)
 
 
-def new_id(prefix: str, body: OpenAIBody) -> str:
-    return body.rid or f"{prefix}-{os.urandom(16).hex()}"
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{os.urandom(16).hex()}"
 
 
 def usage(server: Server, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -78,6 +79,14 @@ def extras(body: OpenAIBody, sample: Sample) -> dict[str, Any]:
     if body.return_token_sources:
         result["token_sources"] = [str(source) for source in sample.sources]
     return result
+
+
+def sglext(server: Server, body: OpenAIBody, samples: Sequence[Sample]) -> dict[str, Any]:
+    """{"sglext": the counts of rounds}, where asked for and there were rounds; a list for several samples."""
+    details = [rounds(server, sample) or None for sample in samples]
+    if not body.return_spec_tokens_details or not any(details):
+        return {}
+    return {"sglext": {"spec_tokens_details": details if len(details) > 1 else details[0]}}
 
 
 def metadata(samples: Sequence[Sample], *, logprobs: bool) -> dict[str, Any]:
@@ -125,6 +134,8 @@ async def _frames(
                 counts = usage(server, generation.samples) if each else None
                 made.append(sse({**shell, "choices": [choice], "usage": counts}))
         if not generation.pending:
+            if extra := sglext(server, body, generation.samples):
+                made.append(sse({**shell, "choices": [], "usage": None, **extra}))
             if options and options.include_usage:
                 made.append(sse({**shell, "choices": [], "usage": usage(server, generation.samples)}))
             made.append(DONE)

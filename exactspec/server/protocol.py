@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
@@ -117,14 +117,12 @@ class OpenAIBody(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs_kind: str | None = Field(None, description="raw (the default here), scaled or processed.")
-    return_hidden_states: bool | None = False
+    return_hidden_states: bool | Literal["last"] | None = Field(False, description="The last row, either way.")
+    return_spec_tokens_details: bool | None = Field(False, description="Counts of rounds, in sglext.")
     return_token_ids: bool | None = False
     return_token_sources: bool | None = Field(False, description="How each output token came to be.")
     max_drafts: int | None = Field(None, description="Most draft tokens a round; 0 decodes plainly. Speed only.")
-    rid: str | None = None
     priority: int | None = None
-    extra_key: str | None = None
-    cache_salt: str | None = None
     user: str | None = None
     lora_path: Any = None
     custom_logit_processor: Any = None
@@ -141,6 +139,9 @@ class CompletionBody(OpenAIBody):
     best_of: int | None = None
     suffix: str | None = None
     json_schema: str | None = None
+    rid: StrOrList = Field(None, description="One per prompt, or the beginning of all.")
+    extra_key: StrOrList = None
+    cache_salt: StrOrList = None
 
 
 class ChatMessage(BaseModel):
@@ -163,6 +164,9 @@ class ChatBody(OpenAIBody):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = False
     input_ids: list[int] | None = None
+    rid: str | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
     return_meta_info: bool | None = False
     return_prompt_token_ids: bool | None = False
 

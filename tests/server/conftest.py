@@ -46,12 +46,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running_server(*flags: str, model: str = "fake", wait: bool = True, key: str = "") -> Iterator[Running]:
+def running_server(
+    *flags: str, model: str = "fake", wait: bool = True, key: str = "", draft: str = "ngram"
+) -> Iterator[Running]:
     port = free_port()
     command = [
         sys.executable, "-m", "exactspec.server.launch", model, "--port", str(port),
         "--factory", "fake_engine:make_engine", "--tokenizer-factory", "fake_engine:make_tokenizer",
-        "--draft", "ngram", *flags,
+        "--draft", draft, *flags,
     ]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     process = subprocess.Popen(command, env=environment)

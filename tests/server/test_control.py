@@ -90,6 +90,35 @@ def test_metrics(server: Running) -> None:
         assert name in text, text
 
 
+def test_counts_are_those_of_the_answers_that_have_been_read() -> None:
+    """Not of half a second ago; and tokens that come together count as many."""
+    with running_server() as own:
+        seen = 0
+        for length in (4, 9, 30):
+            answer = own.post("/generate", {"text": "abc", "sampling_params": {"max_new_tokens": length}}).json()
+            seen += answer["meta_info"]["completion_tokens"]
+            text = own.http.get("/metrics").text
+            assert f"exactspec_output_tokens_total {float(seen + 1)}" in text  # one was the health probe's
+        assert f"exactspec_inter_token_latency_seconds_count {float(seen - 3)}" in text
+        assert "exactspec_time_to_first_token_seconds_count 3.0" in text
+        assert own.http.get("/v1/loads").json()["loads"][0]["num_reqs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        (["--speculative-algorithm", "DFLASH"], [3, None]), (["--speculative-algorithm", "DSPARK"], [None, 2]),
+        (["--speculative-algorithm", "NGRAM"], [None, None]),
+    ],
+)  # fmt: skip
+def test_block_sizes_in_the_words_of_this_api(flags: list[str], sizes: list[int | None]) -> None:
+    """The engine drafts two tokens: with the anchor, three rows."""
+    with running_server(*flags, draft="") as own:
+        info = own.http.get("/server_info").json()
+    assert [info[f"speculative_{name}_block_size"] for name in ("dflash", "dspark")] == sizes
+    assert info["speculative_num_draft_tokens"] == 3
+
+
 def test_abort_all(slow: Running) -> None:
     with ThreadPoolExecutor(16) as pool:
         answers = [pool.submit(slow.post, "/generate", ENDLESS) for _ in range(12)]

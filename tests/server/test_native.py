@@ -93,6 +93,14 @@ def test_cached_tokens_and_flush(server: Running) -> None:
     assert generate(server, **body)["meta_info"]["cached_tokens"] == 0
 
 
+def test_parts_of_the_cache_are_as_many_as_there_are_pairs_of_key_and_salt() -> None:
+    pairs = itertools.product([None, "", "a", "a|b", "b", "1:a"], repeat=2)
+    spaces = {(key or "", salt or ""): native.namespace(key, salt) for key, salt in pairs}
+    assert len(set(spaces.values())) == len(spaces)
+    assert spaces["", ""] == ""
+    assert "health" not in spaces.values()
+
+
 def test_batches_and_n_are_arrays_in_order(server: Running) -> None:
     answers = generate(server, text=["SAY:a", "SAY:b"], sampling_params={"n": 2}, rid="r")
     assert [a["text"] for a in answers] == ["a", "a", "b", "b"]

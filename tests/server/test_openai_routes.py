@@ -220,6 +220,52 @@ def test_response_formats(server: Running) -> None:
     assert content({"type": "text"}) == "}}}}}}}}"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, {"prompt": "SAY:xyzuvwst"}), (CHAT, {"messages": [{"role": "user", "content": "SAY:xyzuvwst"}]})],
+)
+def test_counts_of_rounds_where_asked_for(
+    server: Running, path: str, body: dict[str, Any], n: int, stream: bool
+) -> None:
+    body = body | {"n": n, "return_spec_tokens_details": True}
+    if stream:
+        *pieces, last = chunks(server, path, **body)
+        assert all("sglext" not in piece and piece["choices"] for piece in pieces)
+        assert last["choices"] == []
+    else:
+        last = ask(server, path, **body)
+    details = last["sglext"]["spec_tokens_details"]
+    assert isinstance(details, list) is (n > 1)
+    for one in details if n > 1 else [details]:
+        assert (one["spec_verify_ct"], one["spec_accept_length"]) == (3, 3.0)
+        assert one["spec_correct_drafts_histogram"] == [0, 1, 2]
+    assert "sglext" not in ask(server, path, **body | {"return_spec_tokens_details": False})
+    assert "sglext" not in ask(server, path, **body | {"max_tokens": 1})  # no round
+
+
+def test_ids_of_completions(server: Running) -> None:
+    """One string is the beginning of all; a list has one for each prompt."""
+    for rid, answer_id in (("r", "r"), (["a", "b"], "a")):
+        assert ask(server, COMPLETIONS, prompt=["SAY:x", "SAY:y"], rid=rid)["id"] == answer_id
+    for rid in (["a", "a"], ["a"], "x" * 1025):
+        for path, prompt in ((COMPLETIONS, {"prompt": ["SAY:x", "SAY:y"]}), ("/generate", {"text": ["a", "b"]})):
+            refused = server.post(path, {**prompt, "rid": rid})
+            assert (refused.status_code, "rid" in refused.text) == (400, True)
+
+
+def test_hidden_states_of_a_choice_are_its_last_row(server: Running) -> None:
+    rows = [
+        ask(server, COMPLETIONS, prompt="SAY:abc", return_hidden_states=wanted)["choices"][0]["hidden_states"]
+        for wanted in (True, "last")
+    ]
+    assert rows[0] == rows[1] == [len(TOKENIZER.encode("SAY:abc")) + 2.0] * 4
+    one = ask(server, COMPLETIONS, prompt="SAY:abc", return_hidden_states="last", max_tokens=1)
+    assert one["choices"][0]["hidden_states"] == []  # only the prompt's block
+    assert "return_hidden_states" in server.post(COMPLETIONS, {"prompt": "a", "return_hidden_states": "first"}).text
+
+
 BAD_COMPLETIONS = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
