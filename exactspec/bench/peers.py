@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,12 +10,38 @@ from typing import Any
 
 import torch
 
-from exactspec.bench.contenders import Run
+from exactspec.bench.contenders import Contender, Run
 from exactspec.errors import ConfigError
 from exactspec.model.config import from_hf_config
-from exactspec.model.loader import open_checkpoint
+from exactspec.model.hub import resolve_model
+from exactspec.model.loader import RANDOM, open_checkpoint
+from exactspec.model.target import TargetModel
 
+PEERS = ("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram")
 PROMPT_LOOKUP_TOKENS = 7  # as many drafts a round as our n-gram drafter
+
+
+class LeftOutError(ConfigError):
+    """A peer cannot take part here."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} is left out: {reason}")
+
+
+def make_peer(name: str, model: str, target: TargetModel, batch: int) -> Contender:
+    """The peer `name` of PEERS on the checkpoint, device and threads of `target`. Raises LeftOutError."""
+    if model.startswith(RANDOM):
+        raise LeftOutError(name, "random weights are ours alone")
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    ngram = name.endswith("-ngram")
+    if name.startswith("transformers"):
+        if ngram and batch != 1:
+            raise LeftOutError(name, "it takes one prompt at a time")
+        return load_transformers(model, target.dtype, target.backend.device, threads, ngram)
+    path = resolve_model(model)
+    if batch != 1 or path.suffix != ".gguf":
+        raise LeftOutError(name, "it takes part at batch 1 and with a GGUF model; see `exactspec bench serve`")
+    return LlamaCppContender(path, threads=threads, ngram=ngram)
 
 
 class TransformersContender:
@@ -83,29 +110,33 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def llama_cpp_server(gguf: Path, *, slots: int, slot_tokens: int, threads: int, ngram: bool = False) -> Any:
+    """llama.cpp's server in this process, listening on a free port (`listening_address`). Raises LeftOutError."""
+    try:
+        import xllamacpp
+    except ImportError:
+        raise LeftOutError("llama.cpp", "xllamacpp is not installed (pip install 'exactspec[bench]')") from None
+    params = xllamacpp.CommonParams()
+    params.model.path = str(gguf)
+    params.n_ctx = slot_tokens * slots
+    params.n_parallel = slots
+    params.verbosity = 0
+    params.port = 0
+    params.cpuparams.n_threads = threads
+    params.cpuparams_batch.n_threads = threads
+    if ngram:
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+    return xllamacpp.Server(params)
+
+
 class LlamaCppContender:
     """llama.cpp through the xllamacpp wheel, on the GGUF as it is (it computes with the quantised weights)."""
 
-    def __init__(self, gguf: Path, *, threads: int, slots: int, ngram: bool = False) -> None:
-        import xllamacpp
-
-        self.name = "llama.cpp ngram" if ngram else "llama.cpp"
-        params = xllamacpp.CommonParams()
-        params.model.path = str(gguf)
-        params.n_ctx = 4096 * slots
-        params.n_parallel = slots
-        params.verbosity = 0
-        params.cpuparams.n_threads = threads
-        params.cpuparams_batch.n_threads = threads
-        if ngram:
-            params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-        self.server = xllamacpp.Server(params)
+    def __init__(self, gguf: Path, *, threads: int, ngram: bool = False) -> None:
+        self.name = "llama.cpp-ngram" if ngram else "llama.cpp"
+        self.server = llama_cpp_server(gguf, slots=1, slot_tokens=4096, threads=threads, ngram=ngram)
 
     def run(self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int) -> Run:
-        if len(prompts) != 1:
-            raise ConfigError(
-                "llama.cpp takes part at batch 1 here; `exactspec bench serve` compares servers under load"
-            )
         answer = self.server.handle_completions(
             {
                 "prompt": list(prompts[0]),

@@ -20,13 +20,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from exactspec.bench.load import Loop, closed_loop, open_loop
 from exactspec.bench.overhead import OwnServer, measure, show
+from exactspec.bench.peers import llama_cpp_server
 from exactspec.bench.prompts import read_prompts
 from exactspec.errors import ConfigError
 
+N = TypeVar("N", int, float)
 SLOT_TOKENS = 1024  # K/V tokens set aside for each slot of a server that is started here
 
 
@@ -72,66 +74,66 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-def start_llama_cpp(gguf: Path, slots: int, threads: int) -> tuple[Any, str]:
-    """llama.cpp's own HTTP server in this process: (keep it, its URL)."""
-    try:
-        import xllamacpp
-    except ImportError:
-        raise ConfigError("gguf: comparing with llama.cpp needs xllamacpp: pip install 'exactspec[bench]'") from None
-    params = xllamacpp.CommonParams()
-    params.model.path = str(gguf)
-    params.n_ctx = SLOT_TOKENS * slots
-    params.n_parallel = slots
-    params.verbosity = 0
-    params.port = 0
-    params.cpuparams.n_threads = threads
-    params.cpuparams_batch.n_threads = threads
-    server = xllamacpp.Server(params)
-    return server, str(server.listening_address)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="exactspec bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="exactspec bench serve",
+        usage="exactspec bench serve [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--url", action="append", default=[], help="[NAME=]URL of a running server; repeatable")
-    parser.add_argument("--model", help="start our server on this model")
-    parser.add_argument("--draft", default="none", help="once for each of these drafts, comma-separated")
-    parser.add_argument("--gguf", type=Path, help="also measure llama.cpp's server on this file")
-    parser.add_argument("--threads", type=int, default=2, help="llama.cpp's threads")
-    parser.add_argument("--concurrency", default="1,8", help="closed loops: clients at once, comma-separated")
-    parser.add_argument("--rate", default="", help="open loops: requests per second, comma-separated")
-    parser.add_argument("--requests", type=int, default=32, help="requests of each loop")
-    parser.add_argument("--rounds", type=int, default=1, help="loops of each kind, servers in turns")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--prompts", type=Path, help="JSON lines [default: the built-in set]")
+    parser.add_argument(
+        "--url", action="append", default=[], metavar="[NAME=]URL", help="a running server; may be given several times"
+    )
+    parser.add_argument("--model", metavar="MODEL", help="start our server on this model")
+    parser.add_argument(
+        "--draft", default="none", metavar="DRAFT,DRAFT", help="once for each of these drafts (default: none)"
+    )
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="also measure llama.cpp's server on this file")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="llama.cpp's threads (default: 2)")
+    parser.add_argument(
+        "--concurrency", type=_numbers(int), default="1,8", metavar="N,N",
+        help="closed loops: clients at once (default: 1,8)",
+    )  # fmt: skip
+    parser.add_argument("--rate", type=_numbers(float), default="", metavar="X,X", help="open loops: requests a second")
+    parser.add_argument("--requests", type=int, default=32, metavar="N", help="requests of each loop (default: 32)")
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="loops of each kind, servers in turns (default: 1)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="of each request (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines (default: the built-in set)")
     parser.add_argument("--overhead", action="store_true", help="our server against the engine alone")
-    parser.add_argument("--json", type=Path, help="write figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures here")
     return parser
+
+
+def _numbers(kind: Callable[[str], N]) -> Callable[[str], list[N]]:
+    def numbers(text: str) -> list[N]:  # argparse calls an option that fails by this name
+        return [kind(part) for part in text.split(",") if part]
+
+    return numbers
 
 
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
-    concurrency = [int(part) for part in options.concurrency.split(",") if part]
     known = read_prompts(options.prompts)
     if options.overhead:
-        return _overhead(options, known, concurrency)
+        return _overhead(options, known)
     with ExitStack() as stack:
-        servers = _servers(options, max(concurrency, default=8), stack)
-        reports = _measure(options, servers, known, concurrency)
+        servers = _servers(options, max(options.concurrency, default=8), stack)
+        reports = _measure(options, servers, known)
     if options.json:
         _write(options.json, reports)
     return 1 if any(item.failures for item in reports) else 0
 
 
-def _overhead(options: argparse.Namespace, prompts: Sequence[str], concurrency: Sequence[int]) -> int:
+def _overhead(options: argparse.Namespace, prompts: Sequence[str]) -> int:
     if not options.model:
         raise ConfigError("model: --overhead starts the server itself and needs to know on which model")
     results = {}
     for draft in options.draft.split(","):
         results[draft] = measure(
-            options.model, None if draft == "none" else draft, prompts, concurrency, rounds=options.rounds,
+            options.model, None if draft == "none" else draft, prompts, options.concurrency, rounds=options.rounds,
             new_tokens=options.new_tokens, temperature=options.temperature,
         )  # fmt: skip
         print(f"draft {draft}, milliseconds a token\n{show(results[draft])}", flush=True)
@@ -150,26 +152,20 @@ def _servers(options: argparse.Namespace, slots: int, stack: ExitStack) -> list[
         own.wait()
         servers.append((f"ours, {draft}", own.url))
     if options.gguf:
-        keep, url = start_llama_cpp(options.gguf, slots, options.threads)
-        stack.callback(lambda: keep)
-        servers.append(("llama.cpp", url))
+        peer = llama_cpp_server(options.gguf, slots=slots, slot_tokens=SLOT_TOKENS, threads=options.threads)
+        stack.callback(lambda: peer)  # it serves as long as somebody holds it
+        servers.append(("llama.cpp", str(peer.listening_address)))
     if not servers:
         raise ConfigError("url: which server? Give --url, --model or --gguf")
     return servers
 
 
-def _measure(
-    options: argparse.Namespace,
-    servers: Sequence[tuple[str, str]],
-    known: Sequence[str],
-    concurrency: Sequence[int],
-) -> list[Report]:
+def _measure(options: argparse.Namespace, servers: Sequence[tuple[str, str]], known: Sequence[str]) -> list[Report]:
     settings = {"new_tokens": options.new_tokens, "temperature": options.temperature}
     loads: list[tuple[str, Callable[..., Loop]]] = [
-        (f"{clients} at once", partial(closed_loop, concurrency=clients)) for clients in concurrency
+        (f"{clients} at once", partial(closed_loop, concurrency=clients)) for clients in options.concurrency
     ]
-    rates = [float(part) for part in options.rate.split(",") if part]
-    loads += [(f"{rate:g} a second", partial(open_loop, rate=rate)) for rate in rates]
+    loads += [(f"{rate:g} a second", partial(open_loop, rate=rate)) for rate in options.rate]
     for _, url in servers:
         closed_loop(url, known[:2], concurrency=1, **settings)  # warm
     print(_HEADER, flush=True)

@@ -4,23 +4,31 @@ machine's floor.
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from exactspec.cli import options as opt
 from exactspec.errors import ConfigError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from exactspec.bench.compare import Line
+    from exactspec.bench.contenders import Contender
+    from exactspec.model.target import TargetModel
+
 CONTENDERS = "plain,ngram,dflash,dspark,transformers,llama.cpp,llama.cpp-ngram"
-PEERS = ("transformers", "transformers-ngram", "llama.cpp", "llama.cpp-ngram")
 
 
 def bench_serve(context: typer.Context) -> None:
-    """Load on running servers: closed and open loops, first-token time, time between tokens, throughput; also
-    llama.cpp's server (`exactspec bench serve --help`)."""
+    """Load on running servers: clients at once or requests a second; first token, time between tokens, throughput.
+
+    Also of llama.cpp's server. `exactspec bench serve --help` lists the options.
+    """
     from exactspec.bench.serving import main
 
     raise typer.Exit(main(context.args))
@@ -54,8 +62,10 @@ def bench(
         typer.Option(help="Prompt rows of a step, of our contenders: a large batch starts together if it is large."),
     ] = 512,
 ) -> None:
-    """Compare decoders on the same prompts, prompt by prompt in turns. Accept length includes the bonus token;
-    ratios are to plain decoding, with quartiles over prompts."""
+    """Compare decoders on the same prompts, prompt by prompt in turns.
+
+    Accept length includes the bonus token; ratios are to plain decoding, with quartiles over prompts.
+    """
     if context.invoked_subcommand is not None:
         return
     from rich.console import Console
@@ -67,25 +77,21 @@ def bench(
     from exactspec.model.target import TargetModel
 
     console = Console()
+    texts = {path: read_prompts(path) for path in prompts or [BUILT_IN]}
     model = model if random_weights is None else f"random:{random_weights}"
     backend = select_backend(device, dtype, numerics)
     target = TargetModel(backend, load_target(model, dtype=dtype, device=backend.device))
+    groups = {path: _groups(path, texts[path], target, limit, batch, max_prompt_tokens) for path in texts}
     facts = _floor(target, console) if steps else {}
     facts.update(model=model, dtype=str(target.dtype), backend=backend.name, temperature=temperature, batch=batch)
-    taking_part = _contenders(contenders.split(","), target, model, batch, logprobs, acceptance, prefill_chunk, console)
+    settings = {"batch": batch, "logprobs": logprobs, "acceptance": acceptance, "prefill_chunk": prefill_chunk}
+    taking_part = _contenders(contenders.split(","), target, model, settings, console)
     lines = []
-    for path in prompts or [BUILT_IN]:
-        chats = [[{"role": "user", "content": text}] for text in read_prompts(path)]
-        ids = [target.tokenizer.apply_chat_template(chat) for chat in chats]
-        ids = [prompt for prompt in ids if len(prompt) <= max_prompt_tokens][:limit]
-        groups = [ids[i : i + batch] for i in range(0, len(ids) - batch + 1, batch)]
-        if not groups:
-            found = f"{len(ids)} prompts of at most {max_prompt_tokens} tokens (limit {limit})"
-            raise ConfigError(f"{path}: {found}, a batch takes {batch}")
+    for path in groups:
         with console.status(path.stem) as status:
             standings = compare(
                 taking_part,
-                groups,
+                groups[path],
                 new_tokens=new_tokens,
                 temperature=temperature,
                 # as long as the real one where rounds are captured: the batches that shrink at its end are graphs too
@@ -101,7 +107,20 @@ def bench(
         console.print(f"figures in {json_out}, plot in {plot}")
 
 
-def _floor(target: Any, console: Any) -> dict[str, Any]:
+def _groups(
+    path: Path, texts: Sequence[str], target: TargetModel, limit: int, batch: int, max_prompt_tokens: int
+) -> list[list[list[int]]]:
+    """Token ids of the first `limit` prompts that are short enough, `batch` at a time."""
+    ids = [target.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+    ids = [prompt for prompt in ids if len(prompt) <= max_prompt_tokens][:limit]
+    groups = [ids[i : i + batch] for i in range(0, len(ids) - batch + 1, batch)]
+    if not groups:
+        found = f"{len(ids)} prompts of at most {max_prompt_tokens} tokens (limit {limit})"
+        raise ConfigError(f"{path}: {found}, a batch takes {batch}")
+    return groups
+
+
+def _floor(target: TargetModel, console: Console) -> dict[str, Any]:
     from exactspec.bench.floor import measure_step, read_bandwidth, weight_bytes
 
     num_bytes = weight_bytes(target)
@@ -127,59 +146,23 @@ def _floor(target: Any, console: Any) -> dict[str, Any]:
 
 
 def _contenders(
-    names: list[str],
-    target: Any,
-    model: str,
-    batch: int,
-    logprobs: int | None,
-    acceptance: str,
-    prefill_chunk: int,
-    console: Any,
-) -> list[Any]:
+    names: Sequence[str], target: TargetModel, model: str, settings: dict[str, Any], console: Console
+) -> list[Contender]:
+    """Ours first: a name that is no draft ends the command before a peer is loaded."""
     from exactspec.bench.contenders import EngineContender
+    from exactspec.bench.peers import PEERS, LeftOutError, make_peer
 
-    taking_part: list[Any] = []
+    found: dict[str, Contender] = {n: EngineContender(n, target, **settings) for n in names if n not in PEERS}
     for name in names:
         if name in PEERS:
-            peer = _peer(name, target, model, batch, console)
-            taking_part.extend([peer] if peer is not None else [])
-        else:
-            contender = EngineContender(
-                name, target, batch=batch, logprobs=logprobs, acceptance=acceptance, prefill_chunk=prefill_chunk
-            )
-            taking_part.append(contender)
-    return taking_part
+            try:
+                found[name] = make_peer(name, model, target, settings["batch"])
+            except LeftOutError as reason:
+                console.print(str(reason), markup=False)
+    return [found[name] for name in names if name in found]
 
 
-def _peer(name: str, target: Any, model: str, batch: int, console: Any) -> Any:
-    """A peer, or None with a line that says why it does not take part."""
-    from exactspec.bench.peers import LlamaCppContender, load_transformers
-    from exactspec.model.hub import resolve_model
-    from exactspec.model.loader import RANDOM
-
-    if model.startswith(RANDOM):
-        console.print(f"{name} is left out: random weights are ours alone")
-        return None
-
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    path = Path(resolve_model(model))
-    is_ngram = name.endswith("ngram")
-    if name.startswith("transformers"):
-        if is_ngram and batch != 1:
-            console.print(f"{name} is left out: it takes one prompt at a time")
-            return None
-        return load_transformers(model, target.dtype, target.backend.device, threads, is_ngram)
-    if batch != 1 or path.suffix != ".gguf":
-        console.print(f"{name} is left out: it takes part at batch 1 and with a GGUF model")
-        return None
-    try:
-        return LlamaCppContender(path, threads=threads, slots=batch, ngram=is_ngram)
-    except ImportError:
-        console.print(f"{name} is left out: xllamacpp is not installed (pip install 'exactspec\\[bench]')")
-        return None
-
-
-def _print_table(console: Any, lines: list[Any]) -> None:
+def _print_table(console: Console, lines: Sequence[Line]) -> None:
     from rich.table import Table
 
     shown = Table("prompts", "contender", "tokens/s", "accept length (incl. bonus)", "ratio to plain", "quartiles")
