@@ -36,6 +36,9 @@ class BlockDrafter(Drafter):
     gamma: draft tokens per round, at most what the block was trained for (ConfigError otherwise); None takes all.
     calibration: of the confidence. num_slots: slots of the target's pool.
     short_vocab: rising ids of the only tokens to propose, where nothing needs the whole vocabulary.
+
+    For runners that draw blocks in a way of their own: `predict`, then `output` (the whole vocabulary), `drawer`,
+    `confidence_head` and `confidence_scales` (calibration.table_on; None: not calibrated).
     """
 
     def __init__(
@@ -67,11 +70,11 @@ class BlockDrafter(Drafter):
         self._norm = model.norm.weight.detach().to(device, torch.float32)
         self._embedding = model.embed_tokens.weight.detach().to(device, dtype) if model.embed_tokens else None
         heads = model.to(device)
-        self._drawer = BlockDrawer(self.backend, heads.markov_head, dtype)
-        self._confidence_head = heads.confidence_head
-        self._whole, self._short = _output_heads(heads, target, short_vocab)
+        self.drawer = BlockDrawer(self.backend, heads.markov_head, dtype)
+        self.confidence_head = heads.confidence_head
+        self.output, self._short = _output_heads(heads, target, short_vocab)
         self.calibrated = calibration is not None
-        self._scales = None if calibration is None else table_on(calibration, self.gamma, device)
+        self.confidence_scales = None if calibration is None else table_on(calibration, self.gamma, device)
         self._num_slots = num_slots
         self._backlog: Backlog | None = None  # made when something is postponed
 
@@ -118,25 +121,22 @@ class BlockDrafter(Drafter):
             return Proposal(batch.anchor_ids.new_zeros((len(lengths), self.gamma)), lengths)
         if self._backlog is not None and not self._backlog.is_done(batch.requests):
             self._catch_up(self._backlog, batch)
-        hidden = self._hidden(batch)
+        hidden = self.predict(self._block_batch(batch))
         noise = batch.noise or backend_noise(self.backend, self.config.vocab_size)
         plan = make_plan(batch.requests, noise, hidden.device)
-        output = self._whole if batch.adjust is not None or batch.want_probs else self._short
-        tokens, probs = self._drawer.draw(output, hidden, batch.anchor_ids, plan, batch.adjust, batch.want_probs)
+        output = self.output if batch.adjust is not None or batch.want_probs else self._short
+        tokens, probs = self.drawer.draw(output, hidden, batch.anchor_ids, plan, batch.adjust, batch.want_probs)
         confidence = None
         if batch.want_confidence:
             confidence = self._confidence(hidden, batch.anchor_ids, tokens, plan.temperatures)
         return Proposal(tokens, lengths, probs, confidence)
 
-    def _hidden(self, batch: DraftBatch) -> Tensor:
-        """Final normed states of the predicting rows: [R, gamma, H] float32."""
-        block = self._block_batch(batch)
+    def predict(self, block: ForwardBatch) -> Tensor:
+        """Final normed states of the predicting rows: [R, gamma, H] float32. block: num_rows rows of each request."""
         out, _ = self.stack.forward(self._embed(block.token_ids), block, self.pool)
-        out = out.view(len(batch.requests), self.num_rows, -1)
-        if not self.config.sample_from_anchor:
-            out = out[:, 1:]
+        out = out.view(block.num_requests, self.num_rows, -1)[:, self.num_rows - self.gamma :]
         normed = self.backend.rms_norm(out.reshape(-1, out.shape[-1]), self._norm, self.config.rms_eps)
-        return normed.view(len(batch.requests), self.gamma, -1)
+        return normed.view(block.num_requests, self.gamma, -1)
 
     def _block_batch(self, batch: DraftBatch) -> ForwardBatch:
         num_requests, num_rows = len(batch.requests), self.num_rows
@@ -166,11 +166,12 @@ class BlockDrafter(Drafter):
     def _confidence(self, hidden: Tensor, anchors: Tensor, tokens: Tensor, temperatures: Tensor) -> Tensor | None:
         """[R, gamma]: chance that each draft is accepted given that those before it were; temperatures [R], 0 for
         greedy requests."""
-        if self._confidence_head is None:
+        if self.confidence_head is None:
             return None
         before = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1)
-        logits = self._confidence_head(hidden, self._drawer.previous(before))
-        return torch.sigmoid(logits if self._scales is None else scale_logits(logits, self._scales, temperatures))
+        logits = self.confidence_head(hidden, self.drawer.previous(before))
+        scales = self.confidence_scales
+        return torch.sigmoid(logits if scales is None else scale_logits(logits, scales, temperatures))
 
 
 def _output_heads(

@@ -120,16 +120,16 @@ class OutputHead:
 
 
 class BlockDrawer:
-    """Draws the tokens of a block, left to right. Holds the Markov head, W1 in the serving dtype."""
+    """Draws the tokens of a block, left to right. Holds the Markov head, and its table `w1` [V, r] in the serving
+    dtype (None without a head)."""
 
     def __init__(self, backend: Backend, head: MarkovHead | None, dtype: torch.dtype) -> None:
         self.head = head
-        if head is not None:
-            self._w1 = head.markov_w1.weight.detach().to(backend.device, dtype)
+        self.w1 = None if head is None else head.markov_w1.weight.detach().to(backend.device, dtype)
 
     def previous(self, token_ids: Tensor) -> Tensor | None:
         """W1 rows [..., r] float32 of token_ids [...]; None without a Markov head."""
-        return None if self.head is None else self._w1[token_ids].float()
+        return None if self.w1 is None else self.w1[token_ids].float()
 
     def draw(
         self,
@@ -154,15 +154,15 @@ class BlockDrawer:
             rows = rows if noise is None else rows + noise
             return output.tokens(lowest_argmax(rows.flatten(0, 1)).view(rows.shape[:2])), None
         chain = self._chain(output)
-        if chain is not None and adjust is None and plan.filters is None and not want_probs:
+        if chain is not None and self.w1 is not None and adjust is None and plan.filters is None and not want_probs:
             scale = plan.inverse_temperature if plan.any_sampled else None
-            return chain.draw_chain(self._w1, base, noise, scale, anchors), None
+            return chain.draw_chain(self.w1, base, noise, scale, anchors), None
         state = self.head.start(hidden[:, 0]) if self.head is not None else None
         tokens, probs, previous = anchors.new_zeros(base.shape[:2]), [], anchors
         for k in range(base.shape[1]):
             logits = base[:, k]
-            if self.head is not None and output.markov_w2 is not None:
-                latent, state = self.head.step(self._w1[previous].float(), hidden[:, k], state)
+            if self.head is not None and self.w1 is not None and output.markov_w2 is not None:
+                latent, state = self.head.step(self.w1[previous].float(), hidden[:, k], state)
                 logits = logits + output.markov_w2(latent)
             if adjust is not None:
                 logits = adjust(k, logits, tokens[:, :k])

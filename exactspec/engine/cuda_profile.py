@@ -53,6 +53,7 @@ class RoundBench:
         self.runner = CudaRoundRunner(
             target, drafter, sampler, self.policy, target.make_pool(LEAST_SLOTS), PAGE_SIZE, max(buckets), GraphCache()
         )
+        self.runner.patience = 0
         self.buckets = buckets
         self._measured: tuple[Sizes, Sizes] | None = None
 

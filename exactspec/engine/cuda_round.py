@@ -10,7 +10,8 @@ takes the ordinary path, whose forward replays a graph bucketed by rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -22,7 +23,7 @@ from exactspec.backend.base import KVPool
 from exactspec.backend.cuda import sampling
 from exactspec.backend.cuda.backend import CudaBackend
 from exactspec.backend.cuda.confidence import block_confidence
-from exactspec.backend.cuda.decode import RoundInputs, draft_rows, draw_step
+from exactspec.backend.cuda.decode import RoundInputs, draft_rows
 from exactspec.backend.cuda.graphs import ForwardGraphs, GraphCache, Graphs, Replay
 from exactspec.backend.cuda.linear import CudaLinear
 from exactspec.backend.cuda.seats import DRAFTS, Column, judge, take_seats
@@ -32,16 +33,18 @@ from exactspec.draft.base import Drafter
 from exactspec.draft.block import BlockDrafter
 from exactspec.draft.heads import ConfidenceHead
 from exactspec.engine.batch import Block, build_batch
+from exactspec.engine.cuda_draws import VerifiedRows, draw_block, draw_block_with_probs, reject
 from exactspec.engine.cuda_stage import (
     REQUEST_BUCKETS,
     RoundShape,
     RoundStage,
     Slot,
     draft_levels,
+    is_plain,
+    needs_rows,
     request_bucket,
-    scores_on_device,
 )
-from exactspec.engine.round import Flight, RoundResult, RoundRunner, wants_draw
+from exactspec.engine.round import DecodedRound, Flight, RoundResult, RoundRunner, wants_draw
 from exactspec.engine.verify_policy import AcceptByDecree, VerifyPolicy
 from exactspec.logprobs.processor import pack_scores, unpack_scores
 from exactspec.model.target import TargetModel
@@ -54,18 +57,6 @@ from exactspec.types import ForwardBatch, Proposal, RunningRequest, TokenLogprob
 from exactspec.verify.accept import AcceptResult, outcome_sources
 
 TAUGHT_AT_ONCE = 64  # requests
-
-
-def is_plain(request: RunningRequest) -> bool:
-    """Its draws need nothing but logits, temperature and noise."""
-    params = request.params
-    return not (
-        params.has_penalties
-        or params.has_filters
-        or params.logit_bias
-        or request.grammar is not None
-        or request.num_output < params.min_new_tokens
-    )
 
 
 @dataclass(slots=True)
@@ -98,12 +89,9 @@ class _CudaFlight:
     def num_rows(self) -> int:
         return self.shape.bucket + self.places
 
-    def read(self, live: Set[RunningRequest]) -> RoundResult:
-        """Without rows of logits: they may be another round's by now, and nobody wants them (`can_launch`)."""
-        part = self.runner.landed(self, live)
-        return RoundResult(
-            part.blocks, part.hidden, None, None, part.blocks, part.first_logit_row, part.accepted, part.scored
-        )
+    def read(self, live: Set[RunningRequest]) -> DecodedRound:
+        """Without rows: they may be another round's by now, and nobody wants them (`can_launch`)."""
+        return self.runner.landed(self, live)[0]
 
 
 class CudaRoundRunner(RoundRunner):
@@ -113,6 +101,7 @@ class CudaRoundRunner(RoundRunner):
     """
 
     postpones = False  # a captured draft reads the draft's K/V alone
+    patience = 256  # rounds
 
     def __init__(
         self,
@@ -135,14 +124,31 @@ class CudaRoundRunner(RoundRunner):
             target, pool, drafter.capture_layers, page_size, self.most_requests + 8, pages, self.device, self.graphs
         )
         self.stage = RoundStage(request_bucket(self.most_requests), pages, drafter.gamma, self.device)
-        self._by_block = isinstance(drafter, BlockDrafter)
         self._num_taught = 0  # rounds
-        self._drafts_on_device = self._by_block or not drafter.gamma
+        self._num_wanted: Counter[Hashable] = Counter()  # rounds, by the graphs that they wanted and that are not there
+        self._probs: Tensor | None = None
+        if policy.needs_draft_probs and self._by_block:
+            self._draft_probs()  # where there is no memory for it, that shows at start
         self._simulated = policy.simulated if isinstance(policy, AcceptByDecree) else None
 
     @property
+    def _by_block(self) -> bool:
+        return isinstance(self.drafter, BlockDrafter)
+
+    @property
+    def _drafts_on_device(self) -> bool:
+        return self._by_block or not self.drafter.gamma
+
+    def _draft_probs(self) -> Tensor:
+        """[R, G, V] float32: what the round's drafts were drawn from. One buffer for all graphs."""
+        if self._probs is None:
+            shape = (*self.stage.drafts.shape, cast(BlockDrafter, self.drafter).config.vocab_size)
+            self._probs = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self._probs
+
+    @property
     def _wants_confidence(self) -> bool:
-        return self.policy.reads_confidence and getattr(self.drafter, "_confidence_head", None) is not None
+        return self.policy.reads_confidence and getattr(self.drafter, "confidence_head", None) is not None
 
     @torch.no_grad()
     def run(self, plan: StepPlan) -> RoundResult:
@@ -150,7 +156,7 @@ class CudaRoundRunner(RoundRunner):
             return super().run(plan)
         flight = self._launch_decodes(plan.decodes, carried=False)
         prefills = [self._prefill(plan)] if plan.prefills else []  # launched behind, before anything is read
-        return self._join([self.landed(flight, set(plan.decodes)), *prefills])
+        return self._join([self._decoded(flight), *prefills])
 
     def can_launch(self, plan: StepPlan) -> bool:
         return (
@@ -164,17 +170,12 @@ class CudaRoundRunner(RoundRunner):
     def launch(self, decodes: list[RunningRequest], behind: Flight | None = None) -> Flight:
         return self._launch_decodes(decodes, carried=behind is not None)
 
-    def capture(self, num_requests: Sequence[int] = (1,), sampled: bool = False) -> None:
-        """Captures the decode graphs of these request counts ahead of time (they are captured at first use anyway)."""
-        for bucket in map(request_bucket, num_requests):
-            if self._by_block:
-                self._draft_graph(bucket, sampled)
-            self._verify_graph(bucket, sampled, None, draft_levels(bucket, self.drafter.gamma)[-1])
-
     # ---- which way ----------------------------------------------------------------------------------
 
     def _fits(self, plan: StepPlan) -> bool:
-        if not plan.decodes or self.policy.needs_draft_probs or not self._has_room(plan.decodes):
+        if not plan.decodes or not self._has_room(plan.decodes):
+            return False
+        if self.policy.needs_draft_probs and not self._drafts_on_device:
             return False
         return all(is_plain(chunk.request) for chunk in plan.prefills)
 
@@ -231,6 +232,7 @@ class CudaRoundRunner(RoundRunner):
         bucket = request_bucket(len(decodes))
         levels = draft_levels(bucket, self.drafter.gamma)
         places = self.policy.drafts_ahead(StepPlan(decodes=decodes), bucket, levels)
+        places = self._affordable(self.stage.seat(decodes), places, levels)
         lengths: list[int] | None = None
         if places and not self._by_block:  # the drafts come from the host
             proposal = self._propose(decodes)
@@ -238,12 +240,27 @@ class CudaRoundRunner(RoundRunner):
             lengths = proposal.lengths
         return self._launch(decodes, carried, places, lengths)
 
+    def _affordable(self, shape: RoundShape, places: int, levels: Sequence[int]) -> int:
+        """A capture takes as long as tens of rounds. So a number of drafts between none and all that the policy has
+        come to by its estimates is captured when they have asked for it in `patience` rounds; until then more are
+        verified."""
+        if places in (0, levels[-1]) or not self.policy.learns:
+            return places
+        key = self._verify_key(shape, places)
+        if self.graphs.has("verify", key) or self._num_wanted[key] >= self.patience:
+            return places
+        self._num_wanted[key] += 1
+        more = [level for level in levels if places < level < levels[-1]]
+        return next((n for n in more if self.graphs.has("verify", self._verify_key(shape, n))), levels[-1])
+
     def _launch(
         self, decodes: list[RunningRequest], carried: bool, places: int, lengths: list[int] | None
     ) -> _CudaFlight:
         shape = self.stage.seat(decodes)
-        verify = self._verify_graph(shape.bucket, shape.sampled, shape.top, places)
-        draft = self._draft_graph(shape.bucket, shape.sampled) if places and self._by_block else None
+        verify = self._verify_graph(shape, places)
+        draft = None
+        if places and self._by_block:
+            draft = self._draft_graph(shape.bucket, shape.sampled, self._rejects(shape))
         slot = self.stage.send(decodes, carried, lengths, self._decrees(decodes, carried))
         timed = self.policy.learns
         if timed:
@@ -266,31 +283,50 @@ class CudaRoundRunner(RoundRunner):
         count, gamma = self._simulated.num_accepted, self.drafter.gamma
         return [count(r.request.request_id, r.stats.rounds + carried, gamma) for r in decodes]
 
-    def landed(self, flight: _CudaFlight, live: Set[RunningRequest]) -> _Part:
-        """What the read-back means for the requests that are still there: the host only cuts and counts."""
-        gamma, requests = self.drafter.gamma, flight.requests
+    def landed(self, flight: _CudaFlight, live: Set[RunningRequest]) -> tuple[DecodedRound, np.ndarray]:
+        """What the read-back means for the requests that are still there, and its rows for them as `judge` has filled
+        them: the host only cuts and counts."""
+        gamma, requests, wanted = self.drafter.gamma, flight.requests, flight.shape.wanted
         results, scores = self.stage.read(flight.slot, flight.shape, flight.num_rows)
-        rows: list[list[int]] = results[: len(requests), : DRAFTS + 2 * gamma + 1].tolist()  # no survivals
-        num_rows = rows[-1][Column.FIRST_ROW] + rows[-1][Column.VERIFIED] + 1
-        hidden, logits, token_ids = flight.outputs
-        part = _Part([], hidden[:num_rows], logits[:num_rows], token_ids[:num_rows])
-        wanted: list[int | None] = []
-        for request, row, top in zip(requests, rows, flight.shape.wanted, strict=True):
-            if request not in live:
-                continue
-            count, length, proposed, first = row[:DRAFTS]
-            row[DRAFTS - 1] = request.token_ids[-1]
-            drafts, rows_of_block = row[DRAFTS : DRAFTS + length], row[DRAFTS - 1 : DRAFTS + length]
-            drafted = proposed if flight.places else 0
-            part.blocks.append(Block(request, request.kv_len, rows_of_block, length + 1, drafts, drafted, False, first))
-            part.first_logit_row.append(first)
-            emitted = row[DRAFTS + gamma : DRAFTS + gamma + count + 1]
-            part.accepted.append(AcceptResult(count, emitted, outcome_sources(count, length)))
-            wanted.append(top)
-        part.sampled_blocks = part.blocks
-        part.scored = _entries(part, scores, wanted)
+        results = results[: len(requests)]
         if self.policy.learns:
-            self._teach(flight, results[: len(requests)])
+            self._teach(flight, results)
+        kept = [row for row, request in enumerate(requests) if request in live]
+        if len(kept) < len(requests):
+            requests, wanted = [requests[row] for row in kept], [wanted[row] for row in kept]
+            results = results[kept]
+        accepted = results[:, Column.ACCEPTED].tolist()
+        may_emit = results[:, DRAFTS + gamma : DRAFTS + 2 * gamma + 1].tolist()
+        decoded = DecodedRound(
+            requests,
+            tokens=[tokens[: count + 1] for tokens, count in zip(may_emit, accepted, strict=True)],
+            accepted=accepted,
+            verified=results[:, Column.VERIFIED].tolist(),
+            drafted=results[:, Column.PROPOSED].tolist() if flight.places else [0] * len(requests),
+            scored=[None] * len(requests),
+        )
+        if scores is not None:
+            decoded.scored = _entries(decoded, results[:, Column.FIRST_ROW].tolist(), scores, wanted)
+        return decoded, results
+
+    def _decoded(self, flight: _CudaFlight) -> _Part:
+        """The round as the ordinary path would tell of it, rows and all; to be read before the next is launched."""
+        decoded, results = self.landed(flight, set(flight.requests))
+        num_rows = int(results[-1, Column.FIRST_ROW] + results[-1, Column.VERIFIED]) + 1
+        hidden, logits, token_ids = flight.outputs
+        part = _Part([], hidden[:num_rows], logits[:num_rows], token_ids[:num_rows], scored=decoded.scored)
+        part.first_logit_row = results[:, Column.FIRST_ROW].tolist()
+        drafts = results[:, DRAFTS : DRAFTS + self.drafter.gamma].tolist()
+        for row, (request, count, length) in enumerate(
+            zip(decoded.requests, decoded.accepted, decoded.verified, strict=True)
+        ):
+            verified, first = drafts[row][:length], part.first_logit_row[row]
+            rows = [request.token_ids[-1], *verified]
+            part.blocks.append(
+                Block(request, request.kv_len, rows, len(rows), verified, decoded.drafted[row], False, first)
+            )
+            part.accepted.append(AcceptResult(count, decoded.tokens[row], outcome_sources(count, length)))
+        part.sampled_blocks = part.blocks
         return part
 
     def _teach(self, flight: _CudaFlight, results: np.ndarray) -> None:
@@ -310,60 +346,41 @@ class CudaRoundRunner(RoundRunner):
         if took is not None:
             self.policy.note_times(flight.num_rows, took[1], count if flight.places else 0, took[0])
 
-    def _draft_graph(self, bucket: int, sampled: bool) -> Replay:
-        return self.graphs.get("draft", (bucket, sampled), lambda: self._draft(bucket, sampled))
+    def _draft_graph(self, bucket: int, sampled: bool, rejects: bool = False) -> Replay:
+        return self.graphs.get("draft", (bucket, sampled, rejects), lambda: self._draft(bucket, sampled, rejects))
 
-    def _verify_graph(self, bucket: int, sampled: bool, top: int | None, places: int) -> Replay:
-        key = (bucket, sampled, top, places)
-        return self.graphs.get("verify", key, lambda: self._verify(bucket, sampled, top, places))
+    def _verify_graph(self, shape: RoundShape, places: int) -> Replay:
+        key = self._verify_key(shape, places)
+        return self.graphs.get("verify", key, lambda: self._verify(*key))
 
-    def _draft(self, bucket: int, sampled: bool) -> None:
+    def _verify_key(self, shape: RoundShape, places: int) -> tuple[int, bool, int | None, int, bool]:
+        return shape.bucket, shape.sampled, shape.top, places, self._rejects(shape)
+
+    def _rejects(self, shape: RoundShape) -> bool:
+        """Greedy drafts and draws are one-hot: there both rules of acceptance are one."""
+        return shape.sampled and self.policy.needs_draft_probs and self._by_block
+
+    def _draft(self, bucket: int, sampled: bool, rejects: bool) -> None:
         drafter = cast(BlockDrafter, self.drafter)
-        inputs, gamma = self._inputs(bucket, first=True), drafter.gamma
+        inputs = self._inputs(bucket, first=True)
         rows = draft_rows(inputs, drafter.num_rows, self.page_size, drafter.config.mask_token_id)
-        out, _ = drafter.stack.forward(drafter._embed(rows.batch.token_ids), rows.batch, drafter.pool)
-        out = out.view(bucket, drafter.num_rows, -1)[:, drafter.num_rows - gamma :]
-        hidden = drafter.backend.rms_norm(out.reshape(bucket * gamma, -1), drafter._norm, drafter.config.rms_eps)
-        base = drafter._whole.lm_head(hidden).view(bucket, gamma, -1)
-        noise = (inputs.temperatures, inputs.seeds, inputs.output_positions) if sampled else None
-        hidden = hidden.view(bucket, gamma, -1)
-        self._draw_block(drafter, base, hidden, inputs, noise)
+        hidden = drafter.predict(rows.batch)
+        noise, drafts = (inputs.temperatures, inputs.seeds, inputs.output_positions), self.stage.drafts[:bucket]
+        if rejects:
+            probs = self._draft_probs()[:bucket]
+            draw_block_with_probs(drafter, hidden, inputs.anchors, noise, drafts, probs, self.sampler.valid_vocab)
+        else:
+            draw_block(drafter, hidden, inputs.anchors, noise if sampled else None, drafts, self.sampler.valid_vocab)
         if self._wants_confidence:
-            head, stage = cast(ConfidenceHead, drafter._confidence_head).proj, self.stage
-            w1 = drafter._drawer._w1 if drafter._drawer.head is not None else None
+            head, stage = cast(ConfidenceHead, drafter.confidence_head).proj, self.stage
             block_confidence(
-                hidden, inputs.anchors, stage.drafts[:bucket], w1, head.weight, head.bias, drafter._scales,
-                inputs.temperatures, stage.confidence[:bucket], stage.survival[:bucket],
+                hidden, inputs.anchors, stage.drafts[:bucket], drafter.drawer.w1, head.weight, head.bias,
+                drafter.confidence_scales, inputs.temperatures, stage.confidence[:bucket], stage.survival[:bucket],
             )  # fmt: skip
 
-    def _draw_block(
-        self,
-        drafter: BlockDrafter,
-        base: Tensor,
-        hidden: Tensor,
-        inputs: RoundInputs,
-        noise: tuple[Tensor, Tensor, Tensor] | None,
-    ) -> None:
-        """base [R, G, V] -> the bucket's drafts, left to right where there is a sequential head."""
-        bucket, gamma, _ = base.shape
-        drafts, valid, stream = self.stage.drafts[:bucket], self.sampler.valid_vocab, int(NoiseStream.TARGET)
-        head = drafter._drawer.head
-        if head is None:
-            temperatures = seeds = positions = None
-            if noise is not None:
-                temperatures, seeds = (t[:, None].expand(bucket, gamma).reshape(-1) for t in noise[:2])
-                positions = (noise[2][:, None] + torch.arange(gamma, device=base.device)).reshape(-1)
-            ids, _, _ = sampling.draw(base.flatten(0, 1), temperatures, seeds, positions, stream, valid)
-            drafts.copy_(ids.view(bucket, gamma))
-            return
-        w1, w2 = drafter._drawer._w1, cast(CudaLinear, drafter._whole.markov_w2).weight
-        previous = w1[inputs.anchors].float()
-        state = head.start(hidden[:, 0])
-        for k in range(gamma):
-            latent, state = head.step(previous, hidden[:, k], state)
-            draw_step(base[:, k], latent, w2, w1, k, drafts[:, k], previous, noise, stream, valid)
-
-    def _verify(self, bucket: int, sampled: bool, top: int | None, places: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _verify(
+        self, bucket: int, sampled: bool, top: int | None, places: int, rejects: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         stage, num_rows = self.stage, bucket + places
         inputs = self._inputs(bucket, first=not (places and self._by_block))
         drafts, survival = stage.drafts[:bucket], stage.survival[:bucket]
@@ -376,6 +393,9 @@ class CudaRoundRunner(RoundRunner):
         stream, valid = int(NoiseStream.TARGET), self.sampler.valid_vocab
         token_ids, _, _ = sampling.draw(logits, temperatures, rows.seeds, rows.output_positions, stream, valid)
         results, q_start = stage.results(bucket), rows.batch.q_start
+        if rejects and places:
+            verified = VerifiedRows(logits, token_ids, rows.temperatures, q_start[:-1].long(), lens, valid)
+            token_ids, drafts = reject(verified, inputs, drafts, self._draft_probs()[:bucket])
         scored = judge(
             stage.message, inputs, stage.seats, drafts, survival, lens, q_start, token_ids, results, top is not None
         )
@@ -437,29 +457,23 @@ class CudaRoundRunner(RoundRunner):
         return result
 
 
-def needs_rows(request: RunningRequest) -> bool:
-    """The host must see rows of the round itself, not only what the device made of them."""
-    asked = request.request
-    return not scores_on_device(request) or asked.sampling_mask is not None or asked.return_hidden_states
-
-
 def _reads_logits(block: Block, entries: list[TokenLogprob] | None) -> bool:
     request = block.request
     return request.request.sampling_mask is not None or (entries is None and request.params.logprobs is not None)
 
 
-def _entries(part: _Part, scores: np.ndarray | None, wanted: list[int | None]) -> list[list[TokenLogprob] | None]:
-    """Logprob entries of what each block emits, where the device has scored it. wanted: alternatives, by block."""
-    scored: list[list[TokenLogprob] | None] = [None] * len(part.blocks)
-    if scores is None:
-        return scored
+def _entries(
+    decoded: DecodedRound, first_rows: list[int], scores: np.ndarray, wanted: list[int | None]
+) -> list[list[TokenLogprob] | None]:
+    """Logprob entries of what each request may emit. first_rows: of the requests, among those of scores;
+    wanted: alternatives (None: no entries)."""
+    scored: list[list[TokenLogprob] | None] = [None] * len(wanted)
     rows: list[int] = []
     tokens: list[int] = []
     counts: list[int] = []
-    asked: list[tuple[int, int]] = []  # block, its end among the rows
-    for number, (first, accepted, top) in enumerate(zip(part.first_logit_row, part.accepted, wanted, strict=True)):
+    asked: list[tuple[int, int]] = []  # request, its end among the rows
+    for number, (first, emitted, top) in enumerate(zip(first_rows, decoded.tokens, wanted, strict=True)):
         if top is not None:
-            emitted = accepted.tokens
             rows.extend(range(first, first + len(emitted)))
             tokens.extend(emitted)
             counts.extend([top] * len(emitted))

@@ -44,6 +44,24 @@ def scores_on_device(request: RunningRequest) -> bool:
     return plan is None or (plan.kind != "processed" and plan.top_k <= TOP_BUCKETS[-1] and not plan.token_ids)
 
 
+def is_plain(request: RunningRequest) -> bool:
+    """Its draws need nothing but logits, temperature and noise."""
+    params = request.params
+    return not (
+        params.has_penalties
+        or params.has_filters
+        or params.logit_bias
+        or request.grammar is not None
+        or request.num_output < params.min_new_tokens
+    )
+
+
+def needs_rows(request: RunningRequest) -> bool:
+    """The host must see rows of the round itself, not only what the device made of them."""
+    asked = request.request
+    return not scores_on_device(request) or asked.sampling_mask is not None or asked.return_hidden_states
+
+
 def divisor(request: RunningRequest) -> float:
     """What a plain request's logits are divided by before they are scored; 0 if it wants no scores from the device."""
     params = request.params

@@ -16,7 +16,7 @@ from exactspec.engine.config import EngineConfig
 from exactspec.engine.metrics import EngineMetrics, EngineStats
 from exactspec.engine.output import append_until_stop, stop_token_ids
 from exactspec.engine.overlap import RoundPipeline
-from exactspec.engine.round import RoundResult
+from exactspec.engine.round import DecodedRound, RoundResult
 from exactspec.engine.runner import make_runner
 from exactspec.engine.scoring import Scorer
 from exactspec.engine.verify_policy import VerifyPolicy
@@ -35,7 +35,7 @@ from exactspec.types import (
     TokenLogprob,
     TokenSource,
 )
-from exactspec.verify.accept import AcceptResult
+from exactspec.verify.accept import AcceptResult, outcome_sources
 
 
 @contextmanager
@@ -186,6 +186,8 @@ class Engine:
         result = self.rounds.next(self.runner)
         if result is None:
             return outputs
+        if isinstance(result, DecodedRound):
+            return outputs + self._commit_decoded(result)
         prefills = [block for block in result.blocks if block.is_prefill]
         for block in prefills:
             self._commit_prefill(block, result)
@@ -200,6 +202,27 @@ class Engine:
             request.prompt_hidden = [*(request.prompt_hidden or []), rows]
         request.kv_len = block.start + block.num_rows
         self.scheduler.prefilled(request)
+
+    def _commit_decoded(self, decoded: DecodedRound) -> list[StepOutput]:
+        """What `_commit_draws` does, for requests of which nothing else is wanted: in one pass over columns."""
+        outputs = []
+        for request, tokens, accepted, verified, drafted, entries in zip(
+            decoded.requests, decoded.tokens, decoded.accepted, decoded.verified, decoded.drafted, decoded.scored,
+            strict=True,
+        ):  # fmt: skip
+            stats, committed = request.stats, len(tokens)
+            count, finish = append_until_stop(request, tokens)
+            request.kv_len = len(request.token_ids) - 1
+            stats.note_round(drafted, verified, accepted, committed)
+            sources = outcome_sources(accepted, verified)[:count]
+            if count < committed:
+                tokens, entries = tokens[:count], None if entries is None else entries[:count]
+            outputs.append(StepOutput(request.request.request_id, tokens, entries, sources, finish, stats))
+            if finish is not None:
+                self._finish(request)
+        self.metrics.note_rounds(decoded.accepted, decoded.verified, sum(decoded.drafted))
+        self.metrics.note_outputs(outputs)
+        return outputs
 
     def _commit_draws(self, result: RoundResult) -> list[StepOutput]:
         emitted = [

@@ -60,21 +60,29 @@ class EngineMetrics:
         self.committed = 0
 
     def note_step(self, result: RoundResult, outputs: Sequence[StepOutput]) -> None:
-        self.num_steps += 1
         accepted, verified, drafted = [], [], 0
         for block, accept in zip(result.sampled_blocks, result.accepted, strict=True):
             if not block.is_prefill:
                 accepted.append(accept.num_accepted)
                 verified.append(len(block.drafts))
                 drafted += block.num_drafted
+        self.note_rounds(accepted, verified, drafted)
+        if len(result.blocks) > len(accepted):
+            self.prompt_tokens += sum(block.num_rows for block in result.blocks if block.is_prefill)
+        self.note_outputs(outputs)
+
+    def note_rounds(self, accepted: Sequence[int], verified: Sequence[int], drafted: int) -> None:
+        """The drafts of a step: how many were accepted and verified, by decoding request; drafted in all."""
         self.accepted.update(accepted)
         self.verified.update(verified)
         self.num_drafted += drafted
         self.committed += sum(accepted) + len(accepted)  # and one token of the target's own each
-        if len(result.blocks) > len(accepted):
-            self.prompt_tokens += sum(block.num_rows for block in result.blocks if block.is_prefill)
+
+    def note_outputs(self, outputs: Sequence[StepOutput]) -> None:
+        """The end of a step."""
+        self.num_steps += 1
+        self.output_tokens += sum([len(output.token_ids) for output in outputs])
         for output in outputs:
-            self.output_tokens += len(output.token_ids)
             if output.finish is not None:
                 self.num_finished += 1
                 self.cached_tokens += output.stats.cached_tokens

@@ -12,7 +12,9 @@ into pages that went to the prefix cache.
 
 from __future__ import annotations
 
-from exactspec.engine.round import Flight, RoundResult, RoundRunner
+import time
+
+from exactspec.engine.round import DecodedRound, Flight, RoundResult, RoundRunner
 from exactspec.scheduler.plan import StepPlan
 from exactspec.scheduler.scheduler import Scheduler
 
@@ -27,9 +29,10 @@ class RoundPipeline:
         self.scheduler = scheduler
         self.overlap = overlap
         self.num_overlapped = 0  # rounds launched before the one in front of them was read
+        self.launch_seconds = 0.0  # of the host, spent on planning and launching those
         self._flight: Flight | None = None
 
-    def next(self, runner: RoundRunner) -> RoundResult | None:
+    def next(self, runner: RoundRunner) -> RoundResult | DecodedRound | None:
         """The results of one more round, which the caller commits before it calls again; None if there is no work."""
         flight, self._flight = self._flight, None
         running = self.scheduler.running_set
@@ -40,7 +43,9 @@ class RoundPipeline:
             if not (self.overlap and runner.can_launch(plan)):
                 return runner.run(plan)
             flight = runner.launch(plan.decodes)
+        began = time.perf_counter()
         self._flight = self._launch_behind(flight, runner)
+        self.launch_seconds += time.perf_counter() - began
         return flight.read(running)
 
     def drop(self) -> None:

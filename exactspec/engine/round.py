@@ -41,13 +41,28 @@ class RoundResult:
     scored: list[list[TokenLogprob] | None] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class DecodedRound:
+    """What a round of decodes alone found out, in columns, one entry for each request: most rounds are such, and with
+    hundreds of requests the host has no time for objects that nobody keeps. Nobody wants its rows, and no request has
+    penalties or a grammar.
+    """
+
+    requests: list[RunningRequest]
+    tokens: list[list[int]]  # accepted drafts, then one token that the target drew; whoever commits them owns the lists
+    accepted: list[int]  # drafts
+    verified: list[int]
+    drafted: list[int]
+    scored: list[list[TokenLogprob] | None]  # logprob entries of the tokens, for those who asked
+
+
 class Flight(Protocol):
     """A decode round that is launched and not yet read."""
 
     @property
     def requests(self) -> list[RunningRequest]: ...
 
-    def read(self, live: Set[RunningRequest]) -> RoundResult:
+    def read(self, live: Set[RunningRequest]) -> RoundResult | DecodedRound:
         """Waits for the round and tells what it found out about the requests that are live; the rest is dropped."""
         ...
 

@@ -31,6 +31,7 @@ from exactspec.draft.random_weights import random_draft
 from exactspec.engine import cuda_profile
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.cuda_round import CudaRoundRunner
+from exactspec.engine.cuda_stage import RoundShape
 from exactspec.engine.engine import Engine
 from exactspec.engine.live_costs import LiveCosts
 from exactspec.engine.profile import StepCosts
@@ -62,10 +63,15 @@ class NoGraphs:
 
     def __init__(self) -> None:
         self.kinds: set[str] = set()
+        self._known: set[tuple[str, Hashable]] = set()
         self._left: dict[str, list[torch.Tensor]] = {}
+
+    def has(self, kind: str, key: Hashable) -> bool:
+        return (kind, key) in self._known
 
     def get(self, kind: str, key: Hashable, function: Callable[[], Any]) -> Any:
         self.kinds.add(kind)
+        self._known.add((kind, key))
         return type("Call", (), {"replay": staticmethod(lambda: self._replay(kind, function))})()
 
     def _replay(self, kind: str, function: Callable[[], Any]) -> Any:
@@ -81,6 +87,7 @@ def make_engine(
     captured: bool,
     overlap: bool = True,
     make_policy: Callable[[int], VerifyPolicy] = lambda gamma: VerifyAll(),
+    patience: int = 0,
 ) -> Engine:
     backend = CudaBackend("cuda") if ON_DEVICE else InterpretedBackend()
     target = TargetModel(backend, tiny_target(dtype=HALF, context_length=32, max_context=32, **SHAPE))
@@ -99,6 +106,7 @@ def make_engine(
         engine.runner = CudaRoundRunner(
             target, drafter, old.sampler, old.policy, old.pool, 4, most_requests=3, graphs=graphs
         )
+        engine.runner.patience = patience
     elif isinstance(old, CudaRoundRunner):
         from exactspec.engine.round import RoundRunner
 
@@ -235,6 +243,55 @@ def test_whatever_number_of_drafts_is_verified_the_answers_are_those_of_ordinary
         assert 0 < max(map(max, shown)) < 1
     if not ON_DEVICE and draft == "dspark":
         assert engine.runner.graphs.kinds == {"draft", "verify", "forward"}
+
+
+def test_a_number_of_drafts_is_captured_when_it_has_been_wanted_for_a_while() -> None:
+    """Until then more are verified, among them all that was asked for; those with a graph first."""
+    engine = make_engine("dspark", captured=True, make_policy=lambda gamma: Told(gamma, (FEW,)), patience=2)
+    runner, shape, levels = cast(CudaRoundRunner, engine.runner), RoundShape(2, False, None, [None]), (0, 2, 4, 6)
+    assert [runner._affordable(shape, 2, levels) for _ in range(4)] == [6, 6, 2, 2]
+    assert [runner._affordable(shape, places, levels) for places in (0, 6)] == [0, 6]
+    other = replace(shape, sampled=True)
+    assert runner._affordable(other, 2, levels) == 6, "its graphs are others"
+    if not ON_DEVICE:
+        runner._verify_graph(other, 4)
+        assert [runner._affordable(other, places, levels) for places in (2, 4)] == [4, 4]
+    runner.policy = VerifyAll()
+    assert runner._affordable(replace(shape, top=5), 2, levels) == 2, "what is not an estimate is done at once"
+
+
+@pytest.mark.parametrize("draft", [pytest.param("dspark", marks=SLOW)])
+def test_while_a_number_of_drafts_has_no_graph_more_are_verified(draft: str) -> None:
+    engine = make_engine(draft, captured=True, make_policy=lambda gamma: Told(gamma, (FEW,)), patience=1)
+    policy = cast(Told, engine.runner.policy)
+    request = some_requests()[0]
+    answers(engine, [replace(request, params=replace(request.params, max_new_tokens=8), max_drafts=3)])
+    verified = [sum(numbers) for _, numbers, _ in policy.told]
+    assert verified[:2] == [3, 1]
+
+
+REJECTION = [("dspark", True), ("dspark", False), ("dflash", True), ("none", True)]
+
+
+@pytest.mark.parametrize(("draft", "overlap"), [pytest.param(*case, marks=SLOW) for case in REJECTION])
+def test_captured_rounds_with_rejection_equal_ordinary_ones(draft: str, overlap: bool) -> None:
+    """Answers depend on the drafts here, so the captured drafts and what they were drawn from must be the ordinary
+    ones. Temperatures are powers of two: the two ways divide by them differently."""
+    params = [
+        SamplingParams(max_new_tokens=14, temperature=1.0, ignore_eos=True, logprobs=2, logprobs_kind="scaled"),
+        SamplingParams(max_new_tokens=9, temperature=0.5, ignore_eos=True),
+        SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True, logprobs=0),
+    ]
+    requests = [Request(f"r{i}", (5, 9, 5, 9, 5, *([i] * i)), p, seed=40 + i) for i, p in enumerate(params)]
+    rule: Any = lambda gamma: VerifyAll("rejection")  # noqa: E731
+    engine = make_engine(draft, captured=True, overlap=overlap, make_policy=rule)
+    got = answers(engine, requests)
+    ordinary = make_engine(draft, captured=False, make_policy=rule)
+    assert got == answers(ordinary, requests)
+    assert (engine.rounds.num_overlapped > 0) == overlap
+    assert engine.stats().accepted_histogram == ordinary.stats().accepted_histogram
+    if draft != "none":
+        assert 0 < engine.stats().num_accepted < engine.stats().num_verified, "nothing was decided"
 
 
 @pytest.mark.parametrize("draft", [pytest.param(name, marks=SLOW) for name in ("dspark", "ngram")])

@@ -41,6 +41,10 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def has(self, kind: str, key: Hashable) -> bool:
+        """Whether `get` would find it captured."""
+        return (kind, key) in self._graphs
+
     def get(self, kind: str, key: Hashable, function: Callable[[], Any]) -> CapturedGraph:
         """The graph of `key`; at first use `function` is run once (kernels get compiled) and then captured."""
         found = self._graphs.get((kind, key))
@@ -76,6 +80,8 @@ class Graphs(Protocol):
     """What GraphCache offers; tests put a cache in its place that runs the functions."""
 
     is_capturing: bool
+
+    def has(self, kind: str, key: Hashable) -> bool: ...
 
     def get(self, kind: str, key: Hashable, function: Callable[[], Any]) -> Replay: ...
 
