@@ -44,6 +44,7 @@ from exactspec.model.target import TargetModel
 from exactspec.types import ForwardBatch, Request, SamplingParams
 
 if TYPE_CHECKING:
+    from exactspec.backend.cuda.graphs import GraphCache
     from exactspec.engine.cuda_round import CudaRoundRunner
 
 PAGE = 16
@@ -57,7 +58,9 @@ class EngineFigure:
     tokens_per_second: float
     step_seconds: float
     tokens_per_round: float
-    host_seconds: float  # of a step, not counting the wait for the device
+    host_seconds: float  # of a step, all work of the host: not counting the wait for the device
+    launch_seconds: float  # of these: planning the next round and launching it; the rest is results and outputs
+    num_captured: int  # graphs, while the clock ran
     busy_share: float  # of the time, by events around every round: 1 - idle time between rounds
 
 
@@ -69,6 +72,8 @@ class Window:
     steps: int
     seconds: float
     waited: float  # for the device
+    launched: float  # seconds of planning and launching
+    captured: int  # graphs
     busy_share: float
 
 
@@ -216,7 +221,8 @@ def make_engine(
 def real_engine(target: TargetModel, options: argparse.Namespace, streams: int, tokens: int, overlap: bool) -> Engine:
     """As it is served, for a model with its draft."""
     config = EngineConfig(
-        model=target.name, draft=options.draft, verify=options.verify, max_running_requests=streams,
+        model=target.name, draft=options.draft, verify=options.verify, acceptance=options.acceptance,
+        max_running_requests=streams,
         prefill_chunk=8192 if streams > 1 else 1024, prefix_cache=False, overlap=overlap,
     )  # fmt: skip
     return assemble(config, target, -(-tokens // PAGE))
@@ -239,12 +245,15 @@ def engine_figure(engine: Engine, prompts: list[tuple[int, ...]], params: Sampli
     torch.cuda.synchronize()
     timeline.clear()
     tokens = steps = 0
-    waited, start = runner.stage.wait_seconds, time.perf_counter()
+    graphs = cast("GraphCache", runner.graphs)
+    waited, launched, captured = runner.stage.wait_seconds, engine.rounds.launch_seconds, len(graphs)
+    start = time.perf_counter()
     while engine.scheduler.num_running == len(prompts) and time.perf_counter() - start < seconds:
         tokens += sum(len(output.token_ids) for output in engine.step())
         steps += 1
     elapsed = time.perf_counter() - start
-    waited = runner.stage.wait_seconds - waited
+    waited, launched = runner.stage.wait_seconds - waited, engine.rounds.launch_seconds - launched
+    captured = len(graphs) - captured
     torch.cuda.synchronize()
     busy = timeline.busy_share() if steps else 0.0
     timeline.remove()
@@ -252,14 +261,17 @@ def engine_figure(engine: Engine, prompts: list[tuple[int, ...]], params: Sampli
         engine.abort(f"r{i}")
     while engine.has_work():
         engine.step()
-    return Window(tokens, steps, elapsed, waited, busy)
+    return Window(tokens, steps, elapsed, waited, launched, captured, busy)
 
 
 def summary(windows: Sequence[Window], streams: int) -> EngineFigure:
     tokens, steps = sum(w.tokens for w in windows), sum(w.steps for w in windows)
     seconds, waited = sum(w.seconds for w in windows), sum(w.waited for w in windows)
     busy = sum(w.busy_share * w.seconds for w in windows) / seconds
-    return EngineFigure(tokens / seconds, seconds / steps, tokens / steps / streams, (seconds - waited) / steps, busy)
+    return EngineFigure(
+        tokens / seconds, seconds / steps, tokens / steps / streams, (seconds - waited) / steps,
+        sum(w.launched for w in windows) / steps, sum(w.captured for w in windows), busy,
+    )  # fmt: skip
 
 
 def made_up_prompts(streams: int, length: int) -> list[tuple[int, ...]]:
@@ -336,11 +348,13 @@ def _streams(target: TargetModel, options: argparse.Namespace, streams: int, ove
     figure = summary(windows[1:] or windows, streams)  # the first of several groups is a warm-up
     stats = engine.stats()
     verified = f", {stats.num_verified / stats.num_drafted:.0%} of drafts verified" if stats.num_drafted else ""
+    captured = f", {figure.num_captured} graphs captured" if figure.num_captured else ""
     print(
         f"{streams} streams, overlap {'on' if overlap else 'off'}, "
         f"{'no' if logprobs < 0 else f'top-{logprobs}'} logprobs: {figure.tokens_per_second:.0f} tok/s, "
         f"{figure.step_seconds * 1e3:.3f} ms/step, {figure.tokens_per_round:.2f} tokens per round, "
-        f"host {figure.host_seconds * 1e3:.3f} ms/step, device busy {figure.busy_share:.1%}{verified}",
+        f"host {figure.host_seconds * 1e3:.3f} ms/step ({figure.launch_seconds * 1e3:.3f} of it planning and "
+        f"launching), device busy {figure.busy_share:.1%}{verified}{captured}",
         flush=True,
     )
 
@@ -357,6 +371,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", help="instead of --shape: real weights, with --draft and --prompts")
     parser.add_argument("--draft", help="of the model; none without it")
     parser.add_argument("--verify", choices=("all", "confidence"), default="all", help="with --draft")
+    parser.add_argument("--acceptance", choices=("coupled", "rejection"), default="coupled", help="with --draft")
     parser.add_argument("--prompts", type=Path, help="JSON-lines file for --model; prompts up to --context tokens")
     parser.add_argument("--groups", type=int, default=3, help="of prompts that count; one before them warms up")
     parser.add_argument("--numerics", choices=("exact", "fast"), default="exact")
