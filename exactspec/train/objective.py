@@ -77,37 +77,17 @@ def compute_loss(
     if recipe.coupled_weight > 0:
         coupling = Coupling(recipe.coupled_weight, recipe.coupled_temperature, blocks.noise_seed)
     settings = (recipe.ce_weight, recipe.l1_weight, coupling, target)
-    confidence, weight = None, blocks.weight
-    if model.confidence_head is not None:
-        confidence = model.confidence_head(hidden, previous).float()
-        if recipe.survival_share > 0:
-            likely = survival_weights(blocks, confidence.detach().sigmoid(), recipe.gamma)
-            weight = torch.lerp(weight, likely, recipe.survival_share)
     loss, ce, l1, match, agree = _LinearDistance.apply(
-        hidden, latent, w2, target_hidden, blocks.target_row, blocks.label, weight, settings
+        hidden, latent, w2, target_hidden, blocks.target_row, blocks.label, blocks.weight, settings
     )
     accept = (1.0 - 0.5 * l1).clamp(0.0, 1.0)
-    if confidence is not None:
+    confidence = None
+    if model.confidence_head is not None:
+        confidence = model.confidence_head(hidden, previous).float()
         bce = F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")
         loss = loss + recipe.confidence_weight * (bce * blocks.weight).sum()
         confidence = confidence.detach()
     return Outcome(loss, ce, l1, accept, match, confidence, agree)
-
-
-def survival_weights(blocks: BlockBatch, chance: Tensor, gamma: int) -> Tensor:
-    """[N], sums to 1: how many rounds a row's chance of acceptance saves. A text needs 1 / tau rounds a token, with tau
-    1 + the sum over k of the product of the first k chances; this is the derivative of its mean over the blocks. So a
-    row counts as far as it will be reached, and a hard text as much as an easy one. chance [N] estimates the rows'
-    acceptance."""
-    chances = torch.zeros(blocks.num_blocks, gamma, device=chance.device)
-    chances[blocks.block, blocks.step] = chance
-    after = torch.ones_like(chances)  # what is expected from an accepted draft on
-    for k in range(gamma - 2, -1, -1):
-        after[:, k] += chances[:, k + 1] * after[:, k + 1]
-    before = torch.cat([torch.ones_like(chances[:, :1]), chances[:, :-1]], dim=1).cumprod(1)
-    tau = 1.0 + chances[:, :1] * after[:, :1]
-    worth = (before * after / tau.square())[blocks.block, blocks.step]
-    return worth / worth.sum().clamp(min=1e-9)
 
 
 class _LinearDistance(torch.autograd.Function):

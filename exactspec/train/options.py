@@ -17,7 +17,6 @@ class Recipe:
 
     `sample_from_anchor`: the anchor row predicts the first draft token (DSpark: gamma rows), or the mask rows do
     (DFlash: gamma + 1 rows). `loss_decay`: the row that predicts draft token k weighs exp(-(k - 1) / loss_decay).
-    `survival_share`: of the weight that instead goes by the rounds that a row saves (`objective.survival_weights`).
     """
 
     architecture: str  # name in config.json
@@ -33,7 +32,6 @@ class Recipe:
     num_layers: int = 4
     target_layer_ids: tuple[int, ...] | None = None  # None: five, spread evenly, never the last
     loss_decay: float = 4.0
-    survival_share: float = 0.0  # needs a confidence head
     num_anchors: int = 64
     batch_sequences: int = 64
     batch_tokens: int = 40_960  # longer sequences come in smaller batches
@@ -146,7 +144,7 @@ _PATHS = {"prompts", "data_folder", "init_from"}
 _FROM_ZERO = {
     "warmup_steps", "markov_rank", "seed", "mask_token_id", "num_self_prompts", "num_template_prompts",
     "num_long_prompts", "ce_weight", "l1_weight", "confidence_weight", "coupled_weight", "muon_lr", "adam_lr",
-    "markov_lr_scale", "survival_share",
+    "markov_lr_scale",
 }  # fmt: skip
 _LEAST = {"max_answer": 2, "max_sequence": 4}  # an anchor is an answer token with a successor
 _NAMES = {"int": "an integer", "float": "a finite number", "bool": "true or false"}
@@ -171,7 +169,5 @@ def _check(owner: type, values: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{name}: must be at least {least}, got {value}")
         elif kind == "float" and (value < 0 or (value == 0 and name not in _FROM_ZERO)):
             raise ConfigError(f"{name}: must be {'at least' if name in _FROM_ZERO else 'above'} 0, got {value}")
-    if values.get("survival_share", 0.0) > 1:
-        raise ConfigError(f"survival_share: must be at most 1, got {values['survival_share']}")
     if values.get("heldout_share", 0.5) >= 1:
         raise ConfigError(f"heldout_share: must be below 1, got {values['heldout_share']}")

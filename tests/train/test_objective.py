@@ -9,7 +9,7 @@ from train_fakes import blocks_of, frozen, random_batch, small_draft, small_reci
 
 from exactspec.train import objective
 from exactspec.train.blocks import block_input_ids
-from exactspec.train.objective import evaluate, survival_weights, tau_of
+from exactspec.train.objective import evaluate, tau_of
 
 ALGORITHMS = ("dspark", "dflash")
 
@@ -131,24 +131,3 @@ def test_tau_is_one_plus_the_products_of_prefixes():
             a, b, c = chance[mine[blocks.step[mine].argsort()]].tolist()
             whole.append(1 + a + a * b + a * b * c)
     assert tau_of(blocks, chance, 3).item() == pytest.approx(sum(whole) / len(whole), rel=1e-5)
-
-
-def test_rows_may_weigh_the_rounds_they_save():
-    """The weights are autograd's gradient of the rounds; the loss of rows, not of the confidence, follows them."""
-    loaded = small_target()
-    recipe = small_recipe("dspark")
-    blocks = blocks_of(random_batch([30, 17, 9], [5, 12, 6], 256), recipe)
-    chance = torch.rand(blocks.label.shape[0], generator=torch.Generator().manual_seed(3)).requires_grad_()
-    chances = torch.zeros(blocks.num_blocks, recipe.gamma).index_put((blocks.block, blocks.step), chance)
-    (1.0 / (1.0 + chances.cumprod(1).sum(1))).sum().backward()
-    weights = survival_weights(blocks, chance.detach(), recipe.gamma)
-    torch.testing.assert_close(weights, chance.grad / chance.grad.sum())
-
-    model, target = small_draft(loaded, recipe), frozen(loaded)
-    plain = evaluate(model, target, blocks, recipe)
-    wanted = torch.lerp(blocks.weight, survival_weights(blocks, plain.confidence.sigmoid(), recipe.gamma), 0.5)
-    ways = {"survival_share": 0.5, "ce_weight": 0.3}
-    mixed = evaluate(model, target, blocks, small_recipe("dspark", **ways))
-    rows = 0.3 * plain.ce + recipe.l1_weight * plain.l1
-    bce = F.binary_cross_entropy_with_logits(plain.confidence, plain.accept, reduction="none")
-    torch.testing.assert_close(mixed.loss.detach(), (wanted * rows).sum() + (blocks.weight * bce).sum())
