@@ -194,7 +194,10 @@ def _draw_row(scaled: Tensor, noise: Tensor | None, plan: DrawPlan) -> Tensor:
 
 
 def _draw_with_probs(scaled: Tensor, noise: Tensor | None, plan: DrawPlan) -> tuple[Tensor, Tensor]:
-    """Token [R], and the exact distribution [R, V] it was drawn from: softmax, or one-hot for greedy requests."""
+    """Token [R], and the exact distribution [R, V] it was drawn from: softmax, or one-hot for greedy requests. What the
+    noise rules out (ids beyond the tokenizer's) has no chance."""
+    if noise is not None:
+        scaled = scaled.masked_fill(noise == float("-inf"), float("-inf"))
     if plan.filters is not None:
         scaled = filter_dense(scaled, plan.filters)
     token = lowest_argmax(scaled if noise is None else scaled + noise)

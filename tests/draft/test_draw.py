@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exactspec.draft.draw import top_tokens
+from exactspec.draft.draw import BlockDrawer, OutputHead, make_plan, top_tokens
 from exactspec.draft.simulate import SimulatedAcceptance
 from exactspec.errors import ConfigError
+from exactspec.types import Request, RunningRequest, SamplingParams
 
 
 @settings(deadline=None, max_examples=40)
@@ -42,3 +43,26 @@ def test_simulated_rounds_add_up_to_the_wish(mean_length, seed, request_id, num_
 def test_lengths_that_no_round_can_have_are_refused(length):
     with pytest.raises(ConfigError, match=r"simulate_accept_length: must be between 1 and gamma \+ 1 = 8"):
         SimulatedAcceptance(length, gamma=7)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.7), SamplingParams(temperature=0.7, top_k=5)])
+def test_ids_that_are_never_drawn_have_no_chance(params):
+    """Rows of the LM head beyond the tokenizer's ids are padding, however likely the draft finds them: rejection needs
+    the distribution that was really drawn from."""
+    vocab_size, valid, gamma = 12, 9, 4
+
+    def noise(seeds, positions, stream):
+        rows = torch.zeros(len(seeds), vocab_size)
+        rows[:, valid:] = float("-inf")
+        return rows
+
+    logits = torch.arange(vocab_size).float().expand(gamma, vocab_size)
+    drawer = BlockDrawer(object(), None, torch.float32)
+    request = RunningRequest(Request("r", (1,), params, seed=3), [1])
+    plan = make_plan([request], noise, torch.device("cpu"))
+    output = OutputHead(lambda hidden: logits, None)
+    hidden, anchors = torch.zeros(1, gamma, 2), torch.zeros(1, dtype=torch.int64)
+    tokens, probs = drawer.draw(output, hidden, anchors, plan, want_probs=True)
+    assert probs[..., valid:].max() == 0.0
+    assert torch.allclose(probs.sum(-1), torch.ones(1, gamma))
+    assert tokens.unique().tolist() == [valid - 1]
