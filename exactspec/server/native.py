@@ -17,6 +17,7 @@ from exactspec.server.generation import Arrival, Delta, Prompt, Sample
 from exactspec.server.params import LogprobPlan, native_params
 from exactspec.server.protocol import CompletionBody, GenerateBody, SchemaError, parse_body
 from exactspec.server.state import DONE, EventStream, Server, json_response, server_of, sse, to_json, unless_gone
+from exactspec.types import TokenSource
 
 REFUSED_IF_SET = (
     "input_embeds", "lora_path", "custom_logit_processor", "image_data", "video_data", "audio_data", "session_params",
@@ -299,18 +300,22 @@ def _final(server: Server, sample: Sample) -> dict[str, Any]:
 
 
 def rounds(server: Server, sample: Sample) -> dict[str, Any]:
-    """The spec_* counts; none for an answer without a round, or where no drafter was named."""
+    """The spec_* counts; none for an answer without a round, or where no drafter was named. Drafts count as correct
+    that are tokens of the answer: an end inside a block cuts off the accepted ones behind it."""
     stats = sample.stats
     if not stats.rounds or not server.options.counts_rounds:
         return {}
-    histogram = [0] * (max(stats.accepted_per_round, default=0) + 1)
-    for accepted in stats.accepted_per_round:
+    correct = sample.sources.count(TokenSource.ACCEPTED)
+    by_round = list(stats.accepted_per_round)
+    by_round[-1] -= stats.num_accepted - correct
+    histogram = [0] * (max(by_round) + 1)
+    for accepted in by_round:
         histogram[accepted] += 1
     return {
         "spec_verify_ct": stats.rounds,
         "spec_accept_length": len(sample.token_ids) / stats.rounds,
-        "spec_accept_rate": stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0,
-        "spec_num_correct_drafts": stats.num_accepted,
+        "spec_accept_rate": correct / stats.num_drafted if stats.num_drafted else 0.0,
+        "spec_num_correct_drafts": correct,
         "spec_num_proposed_drafts": stats.num_drafted,
         "spec_correct_drafts_histogram": histogram,
     }

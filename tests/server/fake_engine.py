@@ -189,7 +189,9 @@ class FakeEngine:
             running.stats.num_committed += len(new)
             running.stats.accepted_per_round.append(len(new) - 1)
         self.total += len(new)
-        output = StepOutput(request.request_id, new, None, [TokenSource.ACCEPTED] * len(new), finish, running.stats)
+        last = TokenSource.BONUS if first else TokenSource.PLAIN
+        sources = ([TokenSource.ACCEPTED] * (len(new) - 1) + [last])[: len(new)]
+        output = StepOutput(request.request_id, new, None, sources, finish, running.stats)
         self._describe(running, output, first)
         return output
 
