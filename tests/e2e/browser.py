@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -26,9 +27,9 @@ class Browser:
         self._profile = tempfile.mkdtemp(prefix="browser-")
 
         def place() -> None:
-            high = os.dup(answer_write)
-            os.dup2(command_read, 3)
-            os.dup2(high, 4)
+            ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (command_read, answer_write)]  # 3 or 4 may be one
+            os.dup2(ends[0], 3)
+            os.dup2(ends[1], 4)
 
         self._process = subprocess.Popen(
             [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "about:blank",

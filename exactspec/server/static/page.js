@@ -48,12 +48,16 @@ async function about() {
     $("keybox").hidden = response.status !== 401 && !$("key").value;
     if (response.status === 401) { $("about").textContent = "this server wants an API key"; return; }
     const info = await response.json();
+    if (info.status === "starting") setTimeout(about, 1500);
     drafted = Boolean(info.speculative_algorithm) && info.speculative_num_draft_tokens > 1;
     $("plain").disabled = !drafted;
+    $("plainbox").hidden = !drafted;
+    document.querySelectorAll("#legend .drafts").forEach((item) => { item.hidden = !drafted; });
     const draft = drafted ? `draft ${info.speculative_algorithm}, blocks of ${info.speculative_num_draft_tokens}` : "no draft";
     $("about").textContent = `${info.served_model_name} · ${draft} · ${info.dtype} on ${info.device} · ${info.status}`;
   } catch (error) {
     $("about").textContent = "the server does not answer";
+    setTimeout(about, 3000);
   }
 }
 
@@ -70,11 +74,29 @@ function colour(logprob) {
   return Math.max(0, Math.min(130, 130 * Math.exp(logprob / 2))); // green: sure, red: surprising
 }
 
-function addToken(view, [logprob, id, text], top, source) {
+// What each token adds to the text. Half a character has no text of its own: the token that completes it shows it.
+function textsOf(tokens, delta) {
+  const shown = [];
+  let rest = delta, halves = [];
+  for (const [i, [, , text]] of tokens.entries()) {
+    shown.push(text);
+    if (text.includes("\uFFFD")) { shown[i] = ""; halves.push(i); continue; }
+    const at = halves.length ? rest.indexOf(text) : rest.startsWith(text) ? 0 : -1;
+    if (at < 0) continue; // a special token
+    if (halves.length) shown[halves.at(-1)] = rest.slice(0, at);
+    halves = [];
+    rest = rest.slice(at + text.length);
+  }
+  if (halves.length) shown[halves.at(-1)] = rest;
+  return shown;
+}
+
+function addToken(view, [logprob, id, text], shown, top, source) {
   const span = document.createElement("span");
   span.className = "token " + source;
   span.style.setProperty("--hue", colour(logprob));
-  span.textContent = text;
+  span.textContent = shown;
+  span.setAttribute("aria-describedby", "tip");
   span.tabIndex = view.tokens === 0 ? 0 : -1;
   span.info = { logprob, id, text, top, source };
   view.text.append(span);
@@ -145,7 +167,8 @@ async function generate({ base, more }, view, seed, signal) {
     const meta = event.meta_info;
     meta.token_sources.forEach((source) => countToken(view, source));
     if (meta.finish_reason && view.open) closeRound(view); // the end cut it short
-    meta.output_token_logprobs.forEach((token, i) => addToken(view, token, meta.output_top_logprobs[i], meta.token_sources[i]));
+    const shown = textsOf(meta.output_token_logprobs, event.text);
+    meta.output_token_logprobs.forEach((token, i) => addToken(view, token, shown[i], meta.output_top_logprobs[i], meta.token_sources[i]));
     show(view, meta.finish_reason ? event : null);
   }
 }
@@ -155,36 +178,51 @@ async function run() {
   const controller = (running = new AbortController());
   $("panels").replaceChildren();
   $("same").textContent = "";
+  $("same").className = "";
+  $("legend").hidden = false;
   $("stop").disabled = false;
-  const runs = [{ title: drafted ? "with drafts" : "answer", base: "", more: {} }];
-  if (drafted && $("plain").checked) runs.push({ title: "plain: without drafts", base: "", more: { max_drafts: 0 } });
+  const runs = [{ title: drafted ? "With drafts" : "Answer", base: "", more: {} }];
+  if (drafted && $("plain").checked) runs.push({ title: "Plain: without drafts", base: "", more: { max_drafts: 0 } });
   const other = $("other").value.trim().replace(/\/*$/, "");
   if (other) runs.push({ title: other, base: other + "/", more: {} });
   const views = runs.map(({ title }) => makePanel(title));
   // chosen here, so that all get the same and a JavaScript number holds it exactly
-  const seed = Number($("seed").value) || Math.floor(Math.random() * 2 ** 48);
+  const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 48) : Number($("seed").value);
+  if ($("panels").getBoundingClientRect().top > 0.6 * innerHeight) $("panels").scrollIntoView({ behavior: "smooth" });
+  let failed = false;
   // one after the other: side by side they would share the machine and show neither's speed
   for (const [i, view] of views.entries()) {
+    view.panel.classList.add("live");
     try {
       await generate(runs[i], view, seed, controller.signal);
     } catch (error) {
-      if (controller.signal.aborted) break;
-      const line = document.createElement("p");
-      line.className = "error";
-      line.textContent = error.message;
-      view.panel.append(line);
+      if (controller.signal.aborted) { note(view, "Stopped."); break; }
+      failed = true;
+      note(view, error instanceof TypeError ? "The server does not answer: " + error.message : error.message, "error");
+    } finally {
+      view.panel.classList.remove("live");
     }
   }
-  if (views.length > 1 && !controller.signal.aborted) $("same").textContent = verdict(runs, views);
+  if (views.length > 1 && !failed && !controller.signal.aborted) verdict(runs, views);
   if (running === controller) { running = null; $("stop").disabled = true; }
+}
+
+function note(view, text, kind = "") {
+  const line = document.createElement("p");
+  line.className = "note " + kind;
+  line.textContent = text;
+  view.panel.append(line);
 }
 
 function verdict(runs, views) {
   const same = views.every((view) => view.ids.join() === views[0].ids.join());
-  const told = same ? "The same tokens each time." : "The tokens differ: are the models the same?";
   const plain = views[runs.findIndex(({ more }) => more.max_drafts === 0)];
-  if (!plain || !same || !views[0].speed || !plain.speed) return told;
-  return `${told} With drafts ${(views[0].speed / plain.speed).toFixed(2)} times as fast as plain.`;
+  let told = same ? "The same tokens each time." : "The tokens differ: are the models the same?";
+  if (same && plain && views[0].speed && plain.speed) {
+    told += ` With drafts ${(views[0].speed / plain.speed).toFixed(2)} times as fast as plain.`;
+  }
+  $("same").textContent = told;
+  $("same").className = same ? "" : "differ";
 }
 
 function stop() {
@@ -215,8 +253,12 @@ $("panels").addEventListener("mouseout", () => { $("tip").hidden = true; });
 $("panels").addEventListener("focusin", (event) => { if (event.target.info) tell(event.target); });
 $("panels").addEventListener("focusout", () => { $("tip").hidden = true; });
 $("panels").addEventListener("keydown", (event) => {
-  const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
-  const next = step && event.target.info && event.target[step];
+  if (!event.target.info) return;
+  const all = event.target.parentElement;
+  const next = {
+    ArrowRight: event.target.nextElementSibling, ArrowLeft: event.target.previousElementSibling,
+    Home: all.firstElementChild, End: all.lastElementChild,
+  }[event.key];
   if (next) { event.preventDefault(); event.target.tabIndex = -1; next.tabIndex = 0; next.focus(); }
 });
 document.addEventListener("keydown", (event) => {
