@@ -46,18 +46,18 @@ def train(
         name, equals, value = pair.partition("=")
         if not equals:
             raise ConfigError(f"--set {pair}: expected name=value")
-        settings[name] = _parse(value)
+        settings[name] = read_setting(value)
     opt.show_progress()
     run(make_options(target, algorithm, out, **settings), report=log_report)
 
 
-def _parse(value: str) -> Any:
+def read_setting(value: str) -> Any:
     """A number, true, false, or text; several of them with commas between, each of which may be numbers with colons
     between (shares and temperatures)."""
     if "," in value:
-        return tuple(_parse(part) for part in value.split(",") if part)
+        return tuple(read_setting(part) for part in value.split(",") if part)
     if ":" in value:
-        numbers = tuple(_parse(part) for part in value.split(":"))
+        numbers = tuple(read_setting(part) for part in value.split(":"))
         return value if any(isinstance(number, str) for number in numbers) else numbers
     if value in ("true", "false"):
         return value == "true"

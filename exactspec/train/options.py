@@ -169,5 +169,9 @@ def _check(owner: type, values: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{name}: must be at least {least}, got {value}")
         elif kind == "float" and (value < 0 or (value == 0 and name not in _FROM_ZERO)):
             raise ConfigError(f"{name}: must be {'at least' if name in _FROM_ZERO else 'above'} 0, got {value}")
+    for pair in values.get("temperatures", ()):
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        if not is_pair or not all(isinstance(x, int | float) and 0 <= x < math.inf for x in pair):
+            raise ConfigError(f"temperatures: must be pairs share:temperature, as 0.6:1.0,0.4:0; got {pair!r}")
     if values.get("heldout_share", 0.5) >= 1:
         raise ConfigError(f"heldout_share: must be below 1, got {values['heldout_share']}")

@@ -12,6 +12,7 @@ import torch
 from fakes import EOS_ID, byte_tokenizer
 from train_fakes import frozen, small_target
 
+from exactspec.cli.train import read_setting
 from exactspec.errors import CheckpointError, ConfigError
 from exactspec.train.data import (
     BatchOrder,
@@ -175,6 +176,13 @@ def test_settings_are_sorted_into_their_places_and_unknown_ones_named(tmp_path):
     assert make_options("m", "dspark", tmp_path, data_folder="elsewhere").data_path == Path("elsewhere")
 
 
+def test_shares_of_temperatures_are_read_from_the_command_line(tmp_path):
+    shares = read_setting("0.6:1.0,0.4:0")
+    assert make_options("m", "dspark", tmp_path, temperatures=shares).data.temperatures == ((0.6, 1.0), (0.4, 0))
+    assert read_setting("1:0.7,") == ((1, 0.7),)
+    assert read_setting("C:/drafts") == "C:/drafts"
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [
@@ -192,6 +200,7 @@ def test_settings_are_sorted_into_their_places_and_unknown_ones_named(tmp_path):
         ("seed", -1, "seed: must be at least 0, got -1"),
         ("target_layer_ids", 3, "target_layer_ids: must be values with commas between, got 3"),
         ("resume", 1, "resume: must be true or false, got 1"),
+        ("temperatures", (0.6, 1.0), "temperatures: must be pairs share:temperature, .* got 0.6"),
     ],
 )
 def test_settings_are_checked_before_anything_runs(setting, value, says, tmp_path):

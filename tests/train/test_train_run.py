@@ -290,7 +290,8 @@ def test_a_time_limit_brings_the_rate_to_zero_and_ends_the_run(target, tmp_path)
 
 @pytest.mark.long
 def test_two_processes_train_one_draft(tmp_path):
-    """Over gloo: each has its own data shard and batches, gradients are averaged, weights stay equal."""
+    """Over gloo: each has its own data shard and batches, gradients are averaged, weights stay equal. Ctrl-C in one of
+    them ends both at the same step, to go on with the same weights; a time limit is by one clock."""
     toy_options(tmp_path, "dflash")  # writes the prompts
     worker_file = Path(__file__).parent / "ddp_worker.py"
     with socket.socket() as free:
@@ -315,8 +316,11 @@ def test_two_processes_train_one_draft(tmp_path):
     ]  # fmt: skip
     done = [worker.communicate(timeout=200) for worker in workers]
     assert all(worker.returncode == 0 for worker in workers), [err[-1500:] for _, err in done]
-    lines = [next(line for line in out.splitlines() if line.startswith("weights")) for out, _ in done]
+    lines = [out.splitlines()[-4:] for out, _ in done]
     assert lines[0] == lines[1]
-    assert lines[0].endswith(" 12")
+    assert lines[0][0].startswith("weights ")
+    assert lines[0][0].endswith(" 12")
+    assert lines[0][1:3] == ["interrupted True 5", "resumed True 12"]
+    assert 4 < int(lines[0][3].rpartition(" ")[2]) < 100_000
     assert len(list((tmp_path / "data").glob("*-of-2.safetensors"))) == 2
     load_block_model(tmp_path / "dflash")
