@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from exactspec.bench.contenders import Contender, Run
+from exactspec.bench.peers import PEERS
+from exactspec.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -108,24 +110,61 @@ def write_json(path: Path, lines: Sequence[Line], facts: dict[str, Any]) -> None
     path.write_text(json.dumps({"facts": facts, "lines": [asdict(line) for line in lines]}, indent=1) + "\n")
 
 
-def write_plot(path: Path, lines: Sequence[Line]) -> None:
-    """Bars of tokens/s, one panel per prompt file. Needs the extra `plot`."""
-    import matplotlib
+def read_json(path: Path) -> tuple[list[Line], dict[str, Any]]:
+    """What write_json wrote. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return [Line(**line) for line in content["lines"]], content["facts"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: holds no figures of a bench ({error})") from None
 
+
+def write_plot(path: Path, lines: Sequence[Line], facts: dict[str, Any]) -> None:
+    """Bars of tokens/s, one panel per prompt file; where steps were timed (`facts`), their times by rows beside them.
+    Needs the extra `plot`."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("plot: needs matplotlib: pip install 'exactspec[plot]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams["svg.hashsalt"] = "exactspec"  # the same figures give the same file
     files = list(dict.fromkeys(line.prompts for line in lines))
-    figure, axes = pyplot.subplots(1, len(files), figsize=(1.5 + 3.4 * len(files), 3.6), squeeze=False, sharey=True)
-    for axis, name in zip(axes[0], files, strict=True):
-        mine = [line for line in lines if line.prompts == name]
-        bars = axis.bar([line.contender for line in mine], [line.tokens_per_second for line in mine], color="#4477aa")
-        axis.bar_label(bars, labels=[f"{line.ratio:.2f}x" for line in mine], fontsize=8)
-        axis.set_title(name, fontsize=10)
-        axis.tick_params(axis="x", rotation=60, labelsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
+    widest = max(sum(line.prompts == name for line in lines) for name in files)
+    panels = len(files) + ("step_ms" in facts)
+    figure, axes = pyplot.subplots(1, panels, figsize=(0.6 + panels * (1.2 + 0.6 * widest), 3.4), squeeze=False)
+    for axis, name in zip(axes[0], files, strict=False):
+        _draw_speeds(axis, name, [line for line in lines if line.prompts == name])
+        axis.set_ylim(0, 1.18 * max(line.tokens_per_second for line in lines))
     axes[0][0].set_ylabel("output tokens / s")
+    if "step_ms" in facts:
+        _draw_steps(axes[0][-1], {int(rows): ms for rows, ms in facts["step_ms"].items()}, facts["floor_ms"])
+    for axis in axes[0]:
+        axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
+
+
+def _draw_speeds(axis: Any, name: str, lines: Sequence[Line]) -> None:
+    colours = ["#999999" if line is lines[0] else "#ddaa66" if line.contender in PEERS else "#4477aa" for line in lines]
+    bars = axis.bar([line.contender for line in lines], [line.tokens_per_second for line in lines], color=colours)
+    labels = [f"{line.tokens_per_second:.0f}\n{line.ratio:.2f}x" for line in lines]
+    axis.bar_label(bars, labels=labels, fontsize=8, padding=2)
+    axis.set_title(name, fontsize=10)
+    axis.tick_params(axis="x", rotation=0 if len(lines) < 5 else 60, labelsize=8)
+
+
+def _draw_steps(axis: Any, step_ms: dict[int, float], floor_ms: float) -> None:
+    """Times of target steps by rows, and the floor: reading all weights once."""
+    axis.plot(list(step_ms), list(step_ms.values()), marker="o", markersize=4, color="#4477aa")
+    axis.axhline(floor_ms, color="#999999", linewidth=1, linestyle="--")
+    axis.text(max(step_ms), floor_ms, "floor", fontsize=8, color="#666666", ha="right", va="bottom")
+    axis.set_xscale("log", base=2, subs=[])
+    axis.set_xticks(list(step_ms), [str(rows) for rows in step_ms], fontsize=8)
+    axis.set_ylim(0)
+    axis.set_title("one step by its rows", fontsize=10)
+    axis.set_xlabel("rows", fontsize=8)
+    axis.set_ylabel("ms")

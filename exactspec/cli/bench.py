@@ -51,6 +51,9 @@ def bench(
     max_prompt_tokens: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 700,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = Path("results/bench.json"),
     plot: Annotated[Path | None, typer.Option(help="Write a plot here (extra: plot).")] = Path("results/bench.png"),
+    figures: Annotated[
+        Path | None, typer.Option("--from", help="Run nothing: draw the plot of figures written before.")
+    ] = None,
     steps: Annotated[bool, typer.Option("--steps/--no-steps", help="Also time single steps by number of rows.")] = True,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
@@ -71,11 +74,13 @@ def bench(
     from rich.console import Console
 
     from exactspec.backend.select import select_backend
-    from exactspec.bench.compare import compare, table, write_json, write_plot
+    from exactspec.bench.compare import compare, read_json, table, write_json, write_plot
     from exactspec.bench.prompts import BUILT_IN, read_prompts
     from exactspec.model.loader import load_target
     from exactspec.model.target import TargetModel
 
+    if figures is not None:
+        return write_plot(plot or Path("results/bench.png"), *read_json(figures))
     console = Console()
     texts = {path: read_prompts(path) for path in prompts or [BUILT_IN]}
     model = model if random_weights is None else f"random:{random_weights}"
@@ -102,9 +107,13 @@ def bench(
         _print_table(console, [line for line in lines if line.prompts == path.stem])
     if json_out is not None:
         write_json(json_out, lines, facts)
+        console.print(f"figures in {json_out}")
     if plot is not None:
-        write_plot(plot, lines)
-        console.print(f"figures in {json_out}, plot in {plot}")
+        try:
+            write_plot(plot, lines, facts)
+            console.print(f"plot in {plot}")
+        except ConfigError as reason:  # no matplotlib: the figures are what matters
+            console.print(str(reason), markup=False)
 
 
 def _groups(

@@ -102,6 +102,9 @@ def test_bench_writes_figures(tiny_folder, tmp_path):
     assert record["lines"][0]["ratio"] == 1.0
     assert all(line["tokens_per_second"] > 0 for line in record["lines"])
     assert (tmp_path / "bench.png").stat().st_size > 5000
+    exactspec("bench", "--from", str(out), "--plot", str(tmp_path / "again.png"))  # drawn, not run
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "bench.png").read_bytes()
+    assert "figures of a bench" in exactspec("bench", "--from", str(tmp_path / "again.png"), status=2)
 
 
 def test_info(tiny_folder):
@@ -123,6 +126,8 @@ def test_info(tiny_folder):
         (["score", "{tiny}", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["check", "{tiny}", "--batches", "1,x"], "batches"),
         (["bench", "--model", "{tiny}", "--contenders", "plain", "--no-steps", "--limit", "0"], "limit 0"),
+        (["bench", "--model", "{tiny}", "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["generate", "./nowhere", "x"], "./nowhere"),
         (
             ["eval-draft", "--target", "{tiny}", "--draft", "ngram", "--prompts", "/x", "--temperatures", "a"],
             "temperat",
