@@ -108,6 +108,7 @@ class _Decision:
 
     drafts: bool  # drafting is expected to pay
     places: int  # drafts that are then verified in all: the most of the numbers that are as good as any
+    whole: bool  # which is all of them
     window: int = 1  # steps that it holds for
     steps_left: int = 0
 
@@ -148,7 +149,7 @@ class VerifyByConfidence:
     CATCH_UP = 0.02  # what a drafter that learns late pays for a row of context, of what a row costs the target
     LONGEST = 32  # steps that a decision holds for
     ADVANTAGE = 1.05  # what drafting must be expected to gain before it begins; it goes on while it gains anything
-    ALIKE = 0.97  # numbers of drafts whose expected speeds differ by less are alike: the most are verified
+    ALIKE = 0.95  # numbers of drafts whose expected speeds differ by less are alike: the most are verified
     ALIKE_AT_FIRST = 0.9  # the same, ahead, for the first FEW rounds with so many base rows: a device may have to
     FEW = 2048  # prepare each size of a round, which is time lost where a batch only passes through
 
@@ -177,10 +178,10 @@ class VerifyByConfidence:
         """Compares the expected tokens per second with and without drafting, by the blocks of past rounds."""
         count, gamma = len(plan.decodes), self.gamma
         room = sum([min(gamma, request.draft_room) for request in plan.decodes])
-        load = () if plan.prefills else (count, room // count)  # near the end of an answer there is less to win
+        load = self._load(count, room // count) if not plan.prefills else ()
         decision = self._holding(load)
         if decision is not None:
-            self.wants_confidence = decision.places < room
+            self.wants_confidence = not decision.whole
             return decision.drafts
         self.wants_confidence = True
         behind = left = 0
@@ -200,6 +201,12 @@ class VerifyByConfidence:
             alike = self.ALIKE if self._num_rounds[base_rows] > self.FEW else self.ALIKE_AT_FIRST
             decision = self._decide(load, _Work(len(plan.decodes), base_rows), choices, alike)
         return decision.places if decision.drafts else 0
+
+    def _load(self, count: int, room_each: int) -> tuple[int, ...]:
+        """Near the end of an answer there is less to win: that is decided anew where more was found worth drafting."""
+        full = (count, self.gamma)
+        known = self._decisions.get(full)
+        return full if known is not None and not known.drafts else (count, room_each)
 
     def _holding(self, load: tuple[int, ...]) -> _Decision | None:
         """The decision for this load, unless it is time to think again."""
@@ -229,11 +236,11 @@ class VerifyByConfidence:
         loss = max(0.0, 1.0 - gain) * (1.0 / step.sps(rows + places[best]) + spent) + catch_up
         if not pays and self._tries(gain, count, loss, work.prefill_rows):
             self._decisions.pop(load, None)
-            return _Decision(True, chosen)
-        window = 1
-        if last is not None and (last.drafts, last.places) == (pays, chosen):
-            window = min(2 * last.window, self.LONGEST)
-        decision = _Decision(pays, chosen, window, window - 1)
+            return _Decision(True, chosen, chosen == places[-1])
+        decision = _Decision(pays, chosen, chosen == places[-1])
+        if last is not None and last.drafts == pays and (last.whole == decision.whole or not pays):
+            decision.window = min(2 * last.window, self.LONGEST)
+        decision.steps_left = decision.window - 1
         if load:
             self._decisions[load] = decision
         return decision

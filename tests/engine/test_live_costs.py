@@ -163,7 +163,7 @@ def test_requests_with_no_use_for_drafts_are_not_drafted_for():
     assert not policy.wants_drafts(StepPlan(decodes=[SimpleNamespace(draft_room=0)]))
 
 
-@pytest.mark.parametrize("row_ms", [0.01, 3.0])
+@pytest.mark.parametrize("row_ms", [0.01, 6.0])
 def test_confidence_is_read_where_it_can_pay(row_ms):
     """One request whose drafts survive by 0.8 each. Rows for nothing: all drafts are verified, and the rounds that
     decide ask, more and more rarely. Dear rows: every round asks, and some drafts are left out."""
