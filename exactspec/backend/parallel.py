@@ -12,6 +12,8 @@ calls torch.distributed while an engine runs; on CUDA devices of one host, few r
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,7 +28,10 @@ from exactspec.errors import ConfigError
 if TYPE_CHECKING:
     from exactspec.backend.base import Backend, LayerWeights, Linear, StackSpec
 
+logger = logging.getLogger(__name__)
+
 COLLECTIVE_TIMEOUT_S = 600.0  # a rank that hangs, not one that dies: that is seen at once
+LEAVE_TIMEOUT_S = 8.0
 
 
 # torch 2.13 gave the operation another name
@@ -103,10 +108,16 @@ def check_no_group() -> None:
 
 
 def leave_group() -> None:
-    """Leaves the group of `join_group`, if there is one."""
+    """Leaves the group of `join_group`, if there is one. What keeps it for longer than LEAVE_TIMEOUT_S (a captured graph
+    that holds one of its collectives, say) does not keep the caller."""
     _releases.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    if not dist.is_initialized():
+        return
+    leaving = threading.Thread(target=dist.destroy_process_group, name="leave", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_TIMEOUT_S)
+    if leaving.is_alive():
+        logger.warning("tensor_parallel: the process group has not ended after %.0f s; going on", LEAVE_TIMEOUT_S)
 
 
 _releases: list[Callable[[], None]] = []  # of what waits for other ranks without a collective

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from exactspec.backend import parallel
 from exactspec.backend.parallel import Parallel, shard_layer, shard_spec
 from exactspec.engine.llm import LLM
 from exactspec.errors import ConfigError, DeviceError
@@ -142,3 +144,27 @@ def test_the_parts_of_a_layer_add_up_to_the_layer() -> None:
     assert torch.equal(torch.cat([p.o for p in parts], dim=1), layer.o)
     assert torch.equal(torch.cat([p.down for p in parts], dim=1), layer.down)
     assert [p.o_bias is None for p in parts] == [p.down_bias is None for p in parts] == [False, True]
+
+
+def test_a_group_that_does_not_end_keeps_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(parallel.dist, "destroy_process_group", ended.wait)
+    monkeypatch.setattr(parallel, "LEAVE_TIMEOUT_S", 0.05)
+    parallel.leave_group()
+    assert "the process group has not ended" in caplog.text
+    ended.set()
+    caplog.clear()
+    parallel.leave_group()
+    assert not caplog.text
+
+
+def test_what_waits_for_a_dead_rank_is_released_until_the_group_is_left() -> None:
+    released: list[int] = []
+    parallel.on_abort(lambda: released.append(1))
+    parallel.abort_collectives()
+    parallel.leave_group()
+    parallel.abort_collectives()
+    assert released == [1]
