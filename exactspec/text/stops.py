@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from exactspec.errors import RequestError
+from exactspec.text.classes import as_re_means
 from exactspec.text.detokenizer import Detokenizer, TokenTable
 from exactspec.types import FinishReason, SamplingParams
 
@@ -29,12 +30,13 @@ def check_stops(params: SamplingParams) -> None:
 
 @lru_cache(maxsize=512)
 def _compile(pattern: str) -> Any:
-    """Python's `re` decides what is valid; the search itself runs in `regex`, which can be given a time limit."""
+    """Python's `re` decides what is valid and what it means; the search itself runs in `regex`, which can be given a
+    time limit."""
     import regex
 
     try:
         re.compile(pattern)
-        return regex.compile(pattern, flags=regex.VERSION0)
+        return regex.compile(as_re_means(pattern), flags=regex.VERSION0)
     except (re.error, regex.error, RecursionError, OverflowError) as error:
         raise RequestError("stop_regex", f"{pattern!r} is not a valid pattern: {error}") from None
 

@@ -1,13 +1,16 @@
 """A stop is found at the earliest token that completes it, wherever blocks end."""
 
 import re
+import unicodedata
 
 import pytest
+import regex
 from byte_vocab import ByteVocab
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactspec.errors import RequestError
+from exactspec.text.classes import as_re_means
 from exactspec.text.stops import SlowPattern, StopChecker, check_stops, held_back, trim
 from exactspec.types import SamplingParams
 
@@ -55,6 +58,43 @@ def test_patterns_equal_re_search_after_every_token(ids: list[int], pattern: str
     hits = (i for i in range(len(ids)) if re.search(pattern, certain_text(ids[: i + 1])))
     index = next(hits, None)
     assert run(ids, stop_regex=pattern) == (None if index is None else (index, pattern))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"\s",
+        r"\S",
+        r"\w",
+        r"\W",
+        r"[\s]",
+        r"[^\S]",
+        r"[x\w]",
+        r"[^]\W]",
+        r"(?#[)\w",
+        r"\[\s",
+        r"[\]\s]",
+        r"\\w",
+        r"(?a)\w",
+    ],
+)
+def test_classes_of_characters_are_those_of_re(pattern: str) -> None:
+    """Of every character that this Python knows: combining marks, superscripts and separators among them."""
+    compiled = regex.compile(as_re_means(pattern), flags=regex.VERSION0)
+    known = [
+        c
+        for c in map(chr, [*range(0x3400), *range(0x3400, 0x30000, 61)])
+        if unicodedata.category(c) not in ("Cn", "Cs")
+    ]
+    for before in ("", "[", "\\"):
+        assert [c for c in known if compiled.match(before + c)] == [c for c in known if re.match(pattern, before + c)]
+
+
+@given(st.text("a_²\u0301 \x1c中.", min_size=1, max_size=6))
+def test_borders_of_words_are_those_of_re(text: str) -> None:
+    for pattern in (r"\b", r"\B", r"\ba\b", r"[\b]|\B_"):
+        found = [m.start() for m in regex.finditer(as_re_means(pattern), text, flags=regex.VERSION0)]
+        assert found == [m.start() for m in re.finditer(pattern, text)]
 
 
 def test_stop_that_begins_inside_held_back_bytes() -> None:
