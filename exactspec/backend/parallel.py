@@ -108,8 +108,8 @@ def check_no_group() -> None:
 
 
 def leave_group() -> None:
-    """Leaves the group of `join_group`, if there is one. What keeps it for longer than LEAVE_TIMEOUT_S (a captured graph
-    that holds one of its collectives, say) does not keep the caller."""
+    """Leaves the group of `join_group`, if there is one. What keeps it for longer than LEAVE_TIMEOUT_S (a captured
+    graph that holds one of its collectives, say) does not keep the caller."""
     _releases.clear()
     if not dist.is_initialized():
         return
