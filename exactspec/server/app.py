@@ -151,8 +151,8 @@ class Gate:
         headers = dict(scope["headers"])
         key = self.server.options.api_key
         if key and path not in OPEN_PATHS:
-            given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + key.encode()):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
                 return ApiError(401, "Unauthorized: send the API key as a bearer token")
         length = headers.get(b"content-length", b"0")
         if not length.isdigit():

@@ -89,8 +89,10 @@ def _version() -> str:
 
 
 async def _refresh(server: Server) -> None:
-    """Has the engine send its counts as they are now, so that they include every answer that a client has seen. A step
-    that takes long is not waited for."""
+    """Has an idle engine send its counts, so that they include every answer that has been given. A busy one sends them
+    after steps anyway, and is not waited for."""
+    if server.client.active():
+        return
     with contextlib.suppress(ApiError):
         await server.client.call("stats", timeout=STATS_TIMEOUT_S)
 

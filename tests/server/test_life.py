@@ -106,13 +106,18 @@ def test_a_port_that_is_taken_is_told_before_anything_loads() -> None:
 def test_api_key() -> None:
     with running_server("--api-key", "secret", key="secret") as server:
         bare = httpx.Client(base_url=server.url)
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        for headers in (
+            {}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}, {"Authorization": "Basic secret"},
+            {"Authorization": "Bearer secret more"}, {"Authorization": "Bearer"},
+        ):  # fmt: skip
             for path in ("/generate", "/v1/completions", "/flush_cache", "/abort_request"):
                 assert bare.post(path, json={"text": "SAY:a"}, headers=headers).status_code == 401
             assert bare.get("/server_info", headers=headers).status_code == 401
         for path in ("/health", "/health_generate", "/ready", "/metrics"):
             assert bare.get(path).status_code == 200
         assert server.post("/generate", {"text": "SAY:a"}).status_code == 200
+        small = bare.post("/generate", json={"text": "SAY:a"}, headers={"Authorization": "bearer  secret"})
+        assert small.status_code == 200  # the scheme's case says nothing
 
 
 def test_any_key_will_do_without_one(server) -> None:  # type: ignore[no-untyped-def]
