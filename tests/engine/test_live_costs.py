@@ -181,3 +181,82 @@ def test_confidence_is_read_where_it_can_pay(row_ms):
         assert all(length == 7 for reads, length in rounds if not reads)
     else:
         assert all(reads and length < 7 for reads, length in rounds[8:])
+
+
+def answering(room, context=100, left=None):
+    """A request with so many tokens of context; room for drafts, and tokens left, in which the next ones fit."""
+    left = room + 1 if left is None else left
+    return SimpleNamespace(
+        draft_room=room, kv_len=context, token_ids=[1] * (context + 1), max_tokens=context + 1 + left
+    )
+
+
+def test_how_an_answer_ends_decides_nothing_for_the_next():
+    """Drafts of 12 ms beside steps of 13: seven pay, the last one of an answer does not, and the next answer starts
+    with drafts again."""
+    costs = LiveCosts(StepCosts(curve(true_step), curve(lambda count: 0.012)), fixed=True)
+    policy = VerifyByConfidence("coupled", 7, costs)
+    wanted = [
+        [
+            policy.wants_drafts(StepPlan(decodes=[answering(room)]))
+            for room in (40, 36, 31, 28, 26, 22, 20, 17, 15, 11, 4, 1)
+        ]
+        for _ in range(5)
+    ]
+    assert wanted == [[True] * 11 + [False]] * 5
+
+
+def test_a_plain_stretch_is_not_thought_over_at_every_end():
+    """64 requests for which no draft pays: costs are asked for more and more rarely, also where answers run out."""
+
+    class Counted(VerifyByConfidence):
+        def _decide(self, *arguments):
+            nonlocal decisions
+            decisions += 1
+            return super()._decide(*arguments)
+
+    decisions = 0
+    policy = Counted("coupled", 7, LiveCosts(StepCosts(curve(true_step), curve(true_draft)), fixed=True))
+    for step in range(320):
+        assert not policy.wants_drafts(StepPlan(decodes=[answering(min(7, 40 - step % 40))] * 64))
+    assert decisions <= 15
+
+
+@pytest.mark.parametrize(("left", "wanted"), [(5, False), (200, True)])
+def test_nobody_catches_up_with_a_long_context_for_a_few_last_tokens(left, wanted):
+    """Drafts pay for one request, not for the 32 before: its context of 4,000 rows is still to be learnt, half a
+    second of it."""
+    costs = LiveCosts(StepCosts(curve(true_step), curve(true_draft)), fixed=True)
+    policy = VerifyByConfidence("coupled", 7, costs)
+    assert not policy.wants_drafts(StepPlan(decodes=[answering(7, left=200)] * 32))
+    policy.CATCH_UP = 0.08
+    assert policy.wants_drafts(StepPlan(decodes=[answering(min(7, left), context=4000, left=left)])) is wanted
+
+
+def test_a_stair_beside_prefill_rows_is_no_bargain():
+    """Between 256 and 512 rows the curve looks flat: noise. Sixteen requests beside a chunk of 300 rows draft nothing,
+    and what is drafted there is not verified for nothing."""
+
+    class Chunk:
+        num_rows = 300
+
+    rows = (*ROWS, 256, 512)
+    seconds = [true_step(256) * 1.5 if count >= 256 else true_step(count) for count in rows]
+    costs = LiveCosts(StepCosts(SpsTable.from_measurements(KEY, rows, seconds), curve(lambda count: 0.001)), fixed=True)
+    policy = VerifyByConfidence("coupled", 7, costs)
+    plan = StepPlan(decodes=[answering(7)] * 16, prefills=[Chunk()])
+    assert not policy.wants_drafts(plan)
+    proposal = Proposal(torch.zeros(16, 7, dtype=torch.int64), [7] * 16, None, torch.full((16, 7), 0.3))
+    assert sum(policy.verify_lens(plan, proposal)) < 16
+
+
+def test_rounds_decided_ahead_share_a_decision_for_a_size():
+    """Any number of requests in a round of 16: thought over at the first round, the second, the fourth, ..."""
+    policy = VerifyByConfidence("coupled", 7, LiveCosts(StepCosts(curve(lambda rows: 0.01), None), fixed=True))
+    choices, thought = [0, 32, 64, 96, 112], []
+    for number in range(64):
+        count = 9 + number % 8
+        policy.estimate._prior = 0.7 if number in (0, 1, 3, 7, 15, 31) else 0.0001  # what is asked for in between
+        thought.append(policy.drafts_ahead(StepPlan(decodes=[answering(7)] * count), 16, choices))
+    assert thought[:63] == [112] * 63
+    assert not any(policy.drafts_ahead(StepPlan(decodes=[answering(0)] * count), 8, [0, 56]) for count in (5, 8))

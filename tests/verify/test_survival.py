@@ -72,6 +72,29 @@ def test_the_estimate_follows_a_change() -> None:
     assert estimate.conditional()[0] == pytest.approx(0.3, abs=0.12)
 
 
+@pytest.mark.parametrize("ask_every", [1, 7, 1000])
+def test_when_rounds_are_counted_makes_no_difference(ask_every: int) -> None:
+    """Compared with counts kept by hand."""
+    rng, gamma = np.random.default_rng(0), 3
+    estimate = AcceptanceEstimate(gamma, half_life=50)
+    tested, accepted, keep = np.zeros(gamma), np.zeros(gamma), 0.5 ** (1 / 50)
+    for number in range(300):
+        verified = rng.integers(0, gamma + 1, size=rng.integers(0, 4)).tolist()
+        taken = [int(rng.integers(0, most + 1)) for most in verified]
+        estimate.update(verified, taken)
+        tested, accepted = tested * keep, accepted * keep
+        for most, count in zip(verified, taken, strict=True):
+            tested[: min(count + 1, most)] += 1
+            accepted[:count] += 1
+        if number % ask_every == 0:
+            estimate.conditional()
+    expected, hope = [], 0.7
+    for k in range(gamma):
+        hope = (accepted[k] + 4 * hope) / (tested[k] + 4)
+        expected.append(hope)
+    assert estimate.conditional() == pytest.approx(expected)
+
+
 def test_impossible_counts_and_settings_are_refused() -> None:
     estimate = AcceptanceEstimate(2)
     for verified, accepted in [([1], [2]), ([3], [1]), ([1, 1], [1])]:
