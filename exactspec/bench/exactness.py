@@ -2,13 +2,13 @@
 floats.
 
 The truth is plain decoding: no draft, alone, cold cache, one prefill chunk. Each cell of the matrix answers the
-same requests
-another way and is compared with `==`; the answers are then rescored as prompts and compared again.
+same requests another way and is compared with `==`; the answers are then rescored as prompts and compared again.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -83,9 +83,13 @@ class CellResult:
     num_overlapped: int = 0  # rounds launched before the one in front of them was read
 
     @property
+    def largest_difference(self) -> float:
+        """In nats, of decoding and of rescoring."""
+        return max([*self.decode_difference.values(), *self.rescore_difference.values()], default=0.0)
+
+    @property
     def exact(self) -> bool:
-        worst = [*self.decode_difference.values(), *self.rescore_difference.values()]
-        return not any(self.tokens_differ.values()) and max(worst, default=0.0) == 0.0
+        return not any(self.tokens_differ.values()) and self.largest_difference == 0.0
 
 
 @dataclass(slots=True)
@@ -142,9 +146,18 @@ def largest_difference(found: Sequence[TokenLogprob], truth: Sequence[TokenLogpr
     for ours, theirs in zip(found, truth, strict=True):
         if ours.token_id != theirs.token_id or [t for t, _ in ours.top] != [t for t, _ in theirs.top]:
             return float("inf")
-        pairs = [(ours.logprob, theirs.logprob), *((a, b) for (_, a), (_, b) in zip(ours.top, theirs.top, strict=True))]
-        worst = max([worst, *(abs(a - b) for a, b in pairs if a is not None and b is not None)])
+        tops = zip(ours.top, theirs.top, strict=True)
+        worst = max(worst, _difference(ours.logprob, theirs.logprob), *(_difference(a, b) for (_, a), (_, b) in tops))
     return worst
+
+
+def _difference(ours: float | None, theirs: float | None) -> float:
+    """In nats; 0 for equal values alone, infinite where there is no number to compare (None, NaN)."""
+    if ours == theirs:
+        return 0.0
+    if ours is None or theirs is None or math.isnan(ours - theirs):
+        return math.inf
+    return abs(ours - theirs)
 
 
 class ExactnessCheck:

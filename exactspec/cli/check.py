@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from exactspec.cli import options as opt
+
+if TYPE_CHECKING:
+    from exactspec.bench.exactness import CellResult
+
+COLUMNS = (
+    "drafts", "batch", "cache", "chunk", "retracted", "overlapped", "accept length", "cached",
+    "tokens differ", "decode", "rescore",
+)  # fmt: skip
 
 
 def check(
@@ -44,48 +52,40 @@ def check(
     target = TargetModel(backend, load_target(model, dtype=dtype, device=backend.device))
     prompts = [target.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in read_prompts()]
     checker = ExactnessCheck(target, prompts, new_tokens=new_tokens)
-    table = Table(
-        "drafts",
-        "batch",
-        "cache",
-        "chunk",
-        "retracted",
-        "overlapped",
-        "accept length",
-        "cached",
-        "tokens differ",
-        "decode",
-        "rescore",
-    )
-    results = []
+    table = Table(*COLUMNS)
+    results: list[CellResult] = []
     with console.status("the truth: plain decoding, alone, cold") as status:
         for result in checker.run(drafts.split(","), batch_sizes, chunk_sizes):
             results.append(result)
             status.update(f"{len(results)} cells done, last: {result.cell}")
-            table.add_row(
-                result.cell.draft,
-                str(result.cell.batch),
-                "cached" if result.cell.cached else "cold",
-                str(result.cell.chunk),
-                str(result.num_retracted),
-                str(result.num_overlapped) if result.cell.overlap else "off",
-                f"{result.accept_length:.2f}" if result.accept_length else "-",
-                str(result.cached_tokens),
-                str(sum(result.tokens_differ.values())),
-                str(max(result.decode_difference.values())),
-                str(max(result.rescore_difference.values())),
-                style=None if result.exact else "bold red",
-            )
+            table.add_row(*_row(result), style=None if result.exact else "bold red")
     console.print(table)
     if json_out is not None:
         json_out.write_text(
             json.dumps([{**asdict(result), "exact": result.exact} for result in results], indent=1) + "\n"
         )
-    worst = max(max(*r.decode_difference.values(), *r.rescore_difference.values()) for r in results)
-    differ = sum(sum(r.tokens_differ.values()) for r in results)
+    worst = max(result.largest_difference for result in results)
+    differ = sum(sum(result.tokens_differ.values()) for result in results)
     console.print(
         f"{len(results)} cells x 3 temperatures on {target.name}, {target.dtype}, backend {backend.name}: "
         f"greatest difference {worst} nat, {differ} tokens differ"
     )
-    if worst != 0.0 or differ:
+    if not all(result.exact for result in results):
         raise typer.Exit(1)
+
+
+def _row(result: CellResult) -> list[str]:
+    cell = result.cell
+    return [
+        cell.draft,
+        str(cell.batch),
+        "cached" if cell.cached else "cold",
+        str(cell.chunk),
+        str(result.num_retracted),
+        str(result.num_overlapped) if cell.overlap else "off",
+        f"{result.accept_length:.2f}" if result.accept_length else "-",
+        str(result.cached_tokens),
+        str(sum(result.tokens_differ.values())),
+        str(max(result.decode_difference.values())),
+        str(max(result.rescore_difference.values())),
+    ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from exactspec.cli import options as opt
+
+if TYPE_CHECKING:
+    from exactspec.backend.base import Backend
 
 
 def info(
@@ -25,12 +28,16 @@ def info(
 
     import exactspec
     from exactspec.backend.select import select_backend
+    from exactspec.model.config import SUPPORTED
+    from exactspec.model.hub import ALIASES
 
     table = Table(show_header=False, box=None)
     backend = select_backend(device, dtype, "exact")
     table.add_row("exactspec", exactspec.__version__)
     table.add_row("torch / transformers", f"{torch.__version__} / {transformers.__version__}")
-    table.add_row("backend", f"{backend.name} on {backend.device}")
+    table.add_row("backend", f"{backend.name} on {backend.device}{_kernels(backend)}")
+    table.add_row("supported", SUPPORTED)
+    table.add_row("aliases", ", ".join(f"{name}: {alias.title}" for name, alias in sorted(ALIASES.items())))
     if model is not None:
         from exactspec.draft.factory import make_drafter
         from exactspec.engine.build import kv_bytes_per_token
@@ -51,3 +58,9 @@ def info(
         drafter = make_drafter(draft, target, num_slots=64, gamma=None, backend=backend)
         table.add_row("draft", f"{draft}, gamma {drafter.gamma}, reads layers {list(drafter.capture_layers)}")
     Console().print(table)
+
+
+def _kernels(backend: Backend) -> str:
+    """What the native CPU kernels were compiled for, where they run."""
+    instructions = getattr(backend, "instruction_set", None)
+    return f", {instructions} kernels" if instructions else ""
