@@ -203,10 +203,13 @@ class VerifyByConfidence:
         return decision.places if decision.drafts else 0
 
     def _load(self, count: int, room_each: int) -> tuple[int, ...]:
-        """Near the end of an answer there is less to win: that is decided anew where more was found worth drafting."""
-        full = (count, self.gamma)
+        """Numbers of requests that differ by less than a quarter are alike: a batch that runs out passes through all.
+        Near the end of an answer there is less to win, which is decided anew where more was found worth drafting."""
+        unit = max(0, count.bit_length() - 3)
+        size = count >> unit << unit
+        full = (size, self.gamma)
         known = self._decisions.get(full)
-        return full if known is not None and not known.drafts else (count, room_each)
+        return full if known is not None and not known.drafts else (size, room_each)
 
     def _holding(self, load: tuple[int, ...]) -> _Decision | None:
         """The decision for this load, unless it is time to think again."""
