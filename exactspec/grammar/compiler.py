@@ -157,6 +157,8 @@ class GrammarCompiler:
                 grammar = compiler.compile_regex(without_newlines(_anchored(in_ascii(text))))
             else:
                 grammar = compiler.compile_grammar(text)
+        except RequestError:
+            raise
         except (RuntimeError, ValueError, TypeError) as error:
             raise RequestError(kind, f"does not compile: {_reason(error)}") from None
         if not MaskOwner(grammar, self._vocab_size, self._eos_ids).can_start:
@@ -205,11 +207,11 @@ def _with_json_patterns(text: str, write: Callable[[str], str]) -> str:
     Raises RequestError for a pattern that only text with escapes matches: the compiler knows none in patterns.
     """
     schema = json.loads(text)
-    found = [*nodes(schema)]
-    changed = [rewritten(node) for _, node in found]
-    for place, node in found:
-        for pattern in patterns(node):
-            rules = write(json.dumps({"type": "string", "pattern": pattern})).splitlines()
+    found = [(place, node, [*patterns(node)]) for place, node in nodes(schema)]
+    changed = [rewritten(node) for _, node, _ in found]
+    for place, _, own in found:
+        for pattern in own:
+            rules = write(json.dumps({"type": "string", "pattern": in_ascii(pattern)})).splitlines()
             if needs_escapes(rule for rule in rules if rule.startswith("root_")):
                 raise RequestError(
                     "json_schema",

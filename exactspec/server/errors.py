@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from exactspec.errors import RequestError
@@ -41,7 +42,11 @@ def bad_request(field: str, reason: str) -> ApiError:
 
 def from_request_error(error: RequestError, names: dict[str, str]) -> ApiError:
     """The engine's refusal in the words of the API that was called."""
-    return bad_request(names.get(error.field, error.field), error.reason)
+    reason = error.reason
+    for ours, theirs in names.items():
+        if "_" in ours:  # a word that says nothing else
+            reason = re.sub(rf"\b{ours}\b", theirs, reason)
+    return bad_request(names.get(error.field, error.field), reason)
 
 
 def native_body(error: ApiError) -> dict[str, Any]:

@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from processes import ServerProcess, free_port
 
 HERE = Path(__file__).parent
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class Running:
-    """A server process and a client for it."""
-
-    def __init__(self, process: subprocess.Popen[bytes], url: str, headers: dict[str, str]) -> None:
-        self.process = process
-        self.url = url
-        self.http = httpx.Client(base_url=url, timeout=60, headers=headers)
-
-    def wait(self, path: str = "/health", status: int = 200, seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.TransportError):
-                if self.http.get(path).status_code == status:
-                    return
-            time.sleep(0.05)
-        raise TimeoutError(f"{path} did not answer {status}")
-
+class Running(ServerProcess):
     def post(self, path: str, body: Any, **kwargs: Any) -> httpx.Response:
         return self.http.post(path, json=body, **kwargs)
 
@@ -55,20 +31,15 @@ def running_server(
         "--factory", "fake_engine:make_engine", "--tokenizer-factory", "fake_engine:make_tokenizer",
         "--draft", draft, *flags,
     ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    process = subprocess.Popen(command, env=environment)
-    server = Running(process, f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {key}"} if key else {})
+    path = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    server = Running(command, port, environment={"PYTHONPATH": path}, headers=headers)
     try:
         if wait:
             server.wait()
         yield server
     finally:
-        server.http.close()
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        server.stop()
 
 
 @pytest.fixture(scope="session")

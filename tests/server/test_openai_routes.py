@@ -282,7 +282,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "logprobs_kind": "odd"}, "logprobs_kind"),
     ({"prompt": "a", "lora_path": "x"}, "lora_path"),
     ({"prompt": "a", "n": 10_000}, "n"),
-    ({"prompt": "a", "min_tokens": 99}, "min_tokens"),
+    ({"prompt": "a", "min_tokens": 99}, "min_tokens: 99 is over max_tokens 16"),
 ]
 BAD_CHATS = [
     ({"messages": []}, "messages"),
