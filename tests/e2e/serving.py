@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
+from processes import ServerProcess, free_port
 
 
-class Running:
-    def __init__(self, process: subprocess.Popen[bytes], url: str) -> None:
-        self.process = process
-        self.url = url
-        self.http = httpx.Client(base_url=url, timeout=600)
-
+class Running(ServerProcess):
     def post(self, path: str, **body: Any) -> Any:
         response = self.http.post(path, json=body)
         assert response.status_code == 200, response.text
@@ -27,29 +19,14 @@ class Running:
 
 @contextlib.contextmanager
 def running_server(*flags: str, model: str = "smollm2-135m") -> Iterator[Running]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         sys.executable, "-m", "exactspec", "serve", model, "--device", "cpu", "--port", str(port),
         "--max-total-tokens", "40960", *flags,
     ]  # fmt: skip
-    process = subprocess.Popen(command)
-    running = Running(process, f"http://127.0.0.1:{port}")
+    running = Running(command, port, timeout=600)
     try:
-        deadline = time.monotonic() + 240
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if running.http.get("/health").status_code == 200:
-                    break
-            assert process.poll() is None, "the server ended"
-            assert time.monotonic() < deadline, "the server did not come up"
-            time.sleep(0.2)
+        running.wait(seconds=240)
         yield running
     finally:
-        running.http.close()
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        running.stop()
