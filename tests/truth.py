@@ -65,15 +65,37 @@ def truth_of(target: TargetModel, request: Request, compiled: Any = None) -> Tru
     return truth
 
 
+def truth_about(target: TargetModel, request: Request, token_ids: Sequence[int], compiled: Any = None) -> Truth:
+    """Of an answer that is given: what must be said of these tokens, whoever drew them. `finish` is that of the first
+    end, which must be the last token; a token that could not be drawn fails."""
+    params, prompt = request.params, list(request.prompt_ids)
+    truth = Truth(logprobs=None if params.logprobs is None else [])
+    if params.prompt_logprobs is not None:
+        truth.prompt_logprobs = naive_prompt_logprobs(target, prompt, params)
+    for count, token_id in enumerate(token_ids, start=1):
+        _, scored, support = _next(target, request, truth.token_ids, compiled, token_id)
+        assert token_id in support, f"token {count} of {request} is impossible"
+        truth.token_ids.append(token_id)
+        truth.supports.append(support)
+        if truth.logprobs is not None:
+            truth.logprobs.append(scored)
+        end = _end(target, params, truth.token_ids, params.max_new_tokens or 0, compiled)
+        assert (end is not None) == (count == len(token_ids)), f"{request} should have ended at {count}"
+        truth.finish = end or truth.finish
+    truth.text = _text(target, params, truth)
+    return truth
+
+
 def _next(
-    target: TargetModel, request: Request, output: Sequence[int], compiled: Any
+    target: TargetModel, request: Request, output: Sequence[int], compiled: Any, drawn: int | None = None
 ) -> tuple[int, TokenLogprob, list[int]]:
+    """The next token (`drawn` where it is given), its entry and what might have been drawn."""
     params = request.params
     logits = sequence_logits(target, [*request.prompt_ids, *output])[-1]
     domains = logit_domains(target, logits, params, output)
     if compiled is not None:
         domains |= _masked(target, logits, params, output, allowed(target, compiled, output))
-    token_id = draw(target, domains["processed"], params, request.seed, len(output))
+    token_id = draw(target, domains["processed"], params, request.seed, len(output)) if drawn is None else drawn
     support = (domains["processed"] > -math.inf).nonzero()[:, 0].tolist()
     return token_id, entry(target, domains[params.logprobs_kind], token_id, params.logprobs or 0, params), support
 

@@ -438,6 +438,76 @@ def test_counts_are_those_of_the_tokens_returned(server, position):
     assert sum(number * rounds for number, rounds in enumerate(histogram)) <= count
 
 
+BAD = [
+    ({"sampling_params": {"regex": "(["}}, "regex"), ({"sampling_params": {"temperature": -1}}, "temperature"),
+    ({"return_logprob": True, "token_ids_logprob": [TINY_VOCAB]}, "token_ids_logprob"),
+    ({"return_logprob": True, "logprob_start_len": 99}, "logprob_start_len"),
+    ({"sampling_params": {"max_new_tokens": 3, "min_new_tokens": 4}}, "min_new_tokens"),
+]  # fmt: skip
+
+
+def test_askers_of_all_kinds_and_refusals_between_them(server):
+    """60 at once. Who asked for logprobs has them, who cannot be served is told why, and the next request is served."""
+    kinds = [
+        {}, {"return_logprob": True}, {"return_logprob": True, "top_logprobs_num": 5},
+        {"return_logprob": True, "logprob_start_len": 0}, {"return_logprob": True, "token_ids_logprob": [3, 17, 250]},
+    ]  # fmt: skip
+
+    def ask(number: int) -> None:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 9, "ignore_eos": True}}
+        if number % 3 == 2:
+            wrong, name = BAD[number % len(BAD)]
+            response = server.http.post(GENERATE, json=body | wrong)
+            assert (response.status_code, name in response.text) == (400, True)
+            return
+        asked = kinds[number % len(kinds)]
+        meta = post(server, GENERATE, body | asked)["meta_info"]
+        lists = {name: len(rows) for name, rows in meta.items() if name.endswith("_logprobs") and rows}
+        wanted = {"output_token_logprobs": 9} if asked else {}
+        wanted |= {"output_top_logprobs": 9} if "top_logprobs_num" in asked else {}
+        wanted |= {"output_token_ids_logprobs": 9} if "token_ids_logprob" in asked else {}
+        wanted |= {"input_token_logprobs": len(PROMPT)} if "logprob_start_len" in asked else {}
+        assert lists == wanted
+
+    with ThreadPoolExecutor(30) as pool:
+        list(pool.map(ask, range(60)))
+    check_idle(server)
+
+
+def test_whoever_leaves_and_whenever_all_memory_comes_back(server):
+    """Ends of every kind, streams closed after a few events, aborts: the pages add up, and nobody else notices."""
+
+    def leave(number: int) -> None:
+        sampling = {
+            "max_new_tokens": 60,
+            "temperature": number % 2,
+            "ignore_eos": number % 3 > 0,
+            "stop": [["e"], []][number % 2],
+        }
+        body = {
+            "input_ids": [*PROMPT, number % 7],
+            "sampling_params": sampling,
+            "rid": f"leaver-{number}",
+            "stream": True,
+        }
+        kind = number % 4
+        with server.http.stream("POST", GENERATE, json=body) as response:
+            for count, _ in enumerate(response.iter_lines()):
+                if kind == 1 and count >= number % 9:
+                    return
+                if kind == 2 and count == number % 9:
+                    server.http.post("/abort_request", json={"rid": body["rid"]})
+
+    def stay(number: int) -> None:
+        one = request("x", [*PROMPT, number % 7], seed=number, max_new_tokens=20, temperature=1.0, logprobs=1)
+        body, meant = native(one)
+        check_native(meant, truth_for(meant), ask_native(server, body, "pieces"))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: (stay if number % 5 == 0 else leave)(number), range(100)))
+    check_idle(server)
+
+
 def test_seeds(server):
     """All 64-bit ones are seeds of their own; others are refused; without one samples are independent."""
     sampling = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}

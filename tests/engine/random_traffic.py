@@ -132,20 +132,23 @@ class Run:
     refused: set[str] = field(default_factory=set)
 
 
-def make_traffic_engine(rng: random.Random, target: TargetModel, drafter: Drafter, num_pages: int, page: int) -> Engine:
+def make_traffic_engine(
+    rng: random.Random, target: TargetModel, drafter: Drafter, num_pages: int, page: int, acceptance: str = "coupled"
+) -> Engine:
     overlap = rng.random() < 0.3
     engine = make_engine(
         drafter, target=target, num_pages=num_pages, page_size=page, overlap=overlap, hidden_states=True,
-        prefix_cache=rng.random() < 0.8, prefill_chunk=rng.choice([1, 3, 7, 16, 512]),
+        acceptance=acceptance, prefix_cache=rng.random() < 0.8, prefill_chunk=rng.choice([1, 3, 7, 16, 512]),
         max_running_requests=rng.choice([1, 2, 4, 32]),
     )  # fmt: skip
     policy = rng.choice(["all", "turn", "confidence"])
     if policy == "turn":
         engine.runner.policy = VerifyInTurn()
+        engine.runner.policy.needs_draft_probs = acceptance == "rejection"
     if policy == "confidence" and drafter.gamma:
         seconds = rng.choice([(0.01, 0.0101), (0.001, 0.512)])
         costs = LiveCosts(StepCosts(SpsTable(SpsKey("t", "float32", "t", "0"), (1, 512), seconds), None), fixed=True)
-        engine.runner.policy = VerifyByConfidence("coupled", drafter.gamma, costs)
+        engine.runner.policy = VerifyByConfidence(acceptance, drafter.gamma, costs)
     if overlap:
         launching(engine)
     return engine

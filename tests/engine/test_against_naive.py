@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fakes import tiny_target
 from random_traffic import Run, make_requests, make_script, make_traffic_engine, play
 from scripted import Gathered, ScriptedDrafter
-from truth import Truth, truth_of
+from truth import Truth, truth_about, truth_of
 
 from exactspec.backend.cpu.backend import CpuBackend
 from exactspec.backend.torch_ref.backend import TorchBackend
@@ -50,12 +51,17 @@ class World:
         }
 
     def truth(self, requests: list[Request]) -> dict[str, Truth]:
+        return {one.request_id: truth_of(self.target, one, self.compiled(one)) for one in requests}
+
+    def truth_about(self, requests: list[Request], run: Run) -> dict[str, Truth]:
+        """Of answers that depend on the draft."""
         return {
-            one.request_id: truth_of(
-                self.target, one, self.grammars.compile(one.params) if needs_grammar(one.params) else None
-            )
+            one.request_id: truth_about(self.target, one, run.answers[one.request_id].token_ids, self.compiled(one))
             for one in requests
         }
+
+    def compiled(self, one: Request) -> Any:
+        return self.grammars.compile(one.params) if needs_grammar(one.params) else None
 
     def drafter(self, kind: str, gamma: int, truth: dict[str, Truth], slots: int, rng: random.Random) -> Drafter:
         if kind in self.drafts:
@@ -80,7 +86,7 @@ def worlds(tmp_path_factory) -> list[World]:
     ]
 
 
-def episode(worlds: list[World], seed: int) -> int:
+def episode(worlds: list[World], seed: int, acceptance: str = "coupled") -> int:
     """Compares everything; returns how many requests took part."""
     rng = random.Random(seed)
     world = rng.choice(worlds)
@@ -91,13 +97,29 @@ def episode(worlds: list[World], seed: int) -> int:
     num_pages = -(-longest // page) + rng.choice([1, 2, 4, 9, 1600 // page])
     kind = rng.choice([*SCRIPTS, "ngram", "none", "dspark", "dflash"])
     drafter = world.drafter(kind, gamma, truth, num_pages * page, rng)
-    engine = make_traffic_engine(rng, world.target, drafter, num_pages, page)
+    engine = make_traffic_engine(rng, world.target, drafter, num_pages, page, acceptance)
     run = play(rng, engine, requests)
     assert not run.refused
+    if acceptance == "rejection":
+        check_greedy(requests, run, truth)
+        requests = [
+            one
+            for one in requests
+            if run.answers[one.request_id].finish.kind != "abort" and truth[one.request_id].token_ids
+        ]
+        truth = world.truth_about(requests, run)
     for one in requests:
         where = f"seed {seed}, draft {kind}, gamma {gamma}, page {page}: {one}"
         compare(world.target, one, run, truth[one.request_id], where)
     return len(requests)
+
+
+def check_greedy(requests: list[Request], run: Run, truth: dict[str, Truth]) -> None:
+    """Without randomness both rules accept the same."""
+    for one in requests:
+        if one.params.greedy:
+            count = len(run.answers[one.request_id].token_ids)
+            assert run.answers[one.request_id].token_ids == truth[one.request_id].token_ids[:count], one
 
 
 def compare(target: TargetModel, one: Request, run: Run, truth: Truth, where: str) -> None:
@@ -140,8 +162,15 @@ def test_random_traffic_returns_the_truth(worlds, first):
     assert sum(episode(worlds, seed) for seed in range(first, first + 5)) >= 5
 
 
+@pytest.mark.parametrize("first", range(5000, 5020, 5))
+def test_with_rejection_every_token_is_possible_and_told_truly(worlds, first):
+    """Its tokens depend on the draft; what is said of them does not, and greedy answers are the truth itself."""
+    assert sum(episode(worlds, seed, "rejection") for seed in range(first, first + 5)) >= 5
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(1000, 4000, 100))
 def test_much_random_traffic_returns_the_truth(worlds, first):
     for seed in range(first, first + 100):
         episode(worlds, seed)
+        episode(worlds, seed, "rejection")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 from fakes import tiny_model
 from scripted import ScriptedDrafter, make_engine, oracle, request, run, silent
@@ -68,6 +71,38 @@ def test_the_earliest_end_wins(target, greedy):
         assert (found.finish.kind, found.finish.matched, len(found.token_ids)) == (kind, matched, count)
         assert len(found.logprobs) == count
         assert found.answer == plain(target, stop_token_ids=[third], max_new_tokens=cap).answer
+
+
+def test_the_earliest_of_all_kinds_of_ends_wins(target):
+    """A string, a pattern, a token and the limit in every order within one block; and at one token the string goes
+    before the pattern, the pattern before the token, the token before the limit."""
+    prompt, places = [65, 66, 67], (1, 2, 4, 5)  # where the greedy text has a visible character for the first time
+    greedy = run(
+        make_engine(ScriptedDrafter(silent, 0), target=target),
+        [request("r", prompt, temperature=0.0, max_new_tokens=12, ignore_eos=True)],
+    )["r"].token_ids
+    texts = [target.tokenizer.decode([token]) for token in greedy]
+    assert all(texts[at].isprintable() and texts[at] not in texts[:at] for at in places)
+
+    def value(kind, at):
+        shown = {"stop": texts[at], "stop_regex": re.escape(texts[at]), "stop_token_ids": greedy[at]}
+        return [shown[kind]] if kind in shown else at + 1
+
+    def end(asked):
+        engine = make_engine(ScriptedDrafter(oracle({"r": greedy}), 9), target=target)
+        found = run(engine, [request("r", prompt, temperature=0.0, logprobs=0, **asked)])["r"]
+        assert len(found.logprobs) == len(found.token_ids)
+        matched = None if found.finish.matched is None else [found.finish.matched]
+        return len(found.token_ids) - 1, found.finish.kind, matched
+
+    kinds = ["stop", "stop_regex", "stop_token_ids", "max_new_tokens"]
+    for order in itertools.permutations(kinds):
+        asked = {kind: value(kind, at) for kind, at in zip(order, places, strict=True)}
+        wanted = ("length", None) if order[0] == "max_new_tokens" else ("stop", asked[order[0]])
+        assert end(asked) == (places[0], *wanted), order
+    for number, kind in enumerate(kinds[:3]):
+        asked = {other: value(other, 4) for other in kinds[number:]}
+        assert end(asked) == (4, "stop", asked[kind])
 
 
 def test_ignore_eos_ignores_stop_ids_too(target, greedy):

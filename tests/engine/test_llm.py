@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fakes import tiny_model
-from scripted import ScriptedDrafter, make_engine, silent
+from fakes import TINY_VOCAB, tiny_model
+from scripted import ScriptedDrafter, always_wrong, make_engine, oracle, silent
 
 from exactspec.engine.llm import LLM
 from exactspec.errors import RequestError
@@ -77,3 +78,43 @@ def test_what_is_no_prompt_is_refused_by_name(llm, field, prompts, params):
         llm.generate(prompts, params)
     assert caught.value.field == field
     assert not llm.engine.has_work()
+
+
+SAMPLED = SamplingParams(max_new_tokens=16, temperature=1.0, seed=42, ignore_eos=True, logprobs=1)
+
+
+def told(answers) -> list[tuple[list[int], list[Any]]]:
+    return [(answer.token_ids, answer.logprobs) for answer in answers]
+
+
+def test_a_seed_is_an_answer_in_any_company(target):
+    """Twice, first and last among seven others, after a hundred more, with drafts that are right, wrong and silent."""
+    alone = told(LLM.around(make_engine(ScriptedDrafter(silent, 0), target=target)).generate("mine", SAMPLED))
+    right = {f"local-{i}": alone[0][0] for i in range(200)}
+    for script in (silent, oracle(right), always_wrong(right, TINY_VOCAB)):
+        llm = LLM.around(make_engine(ScriptedDrafter(script, 3), target=target))
+        assert told(llm.generate("mine", SAMPLED)) == told(llm.generate("mine", SAMPLED)) == alone
+        others = [replace(SAMPLED, seed=(None, i)[i % 2], temperature=float(i % 3)) for i in range(7)]
+        texts = [f"other {i}" for i in range(7)]
+        assert told(llm.generate(["mine", *texts], [SAMPLED, *others]))[:1] == alone
+        assert told(llm.generate([*texts, "mine"], [*others, SAMPLED]))[-1:] == alone
+        llm.generate(["more"] * 100, replace(SAMPLED, seed=None, max_new_tokens=2))
+        assert told(llm.generate("mine", SAMPLED)) == alone
+
+
+def test_samples_of_a_seed_are_different_and_come_again_in_order(target):
+    llm = LLM.around(make_engine(ScriptedDrafter(silent, 3), target=target))
+    four = llm.generate("mine", replace(SAMPLED, n=4))
+    assert len({tuple(answer.token_ids) for answer in four}) == 4
+    assert told(llm.generate("mine", replace(SAMPLED, n=4))) == told(four)
+    assert told(llm.generate("mine", replace(SAMPLED, n=2))) == told(four[:2])
+    for answer in four:  # each by the seed that it reports
+        assert told(llm.generate("mine", replace(SAMPLED, seed=answer.seed))) == told([answer])
+
+
+def test_without_a_seed_samples_are_independent(target):
+    llm = LLM.around(make_engine(ScriptedDrafter(silent, 3), target=target))
+    free = replace(SAMPLED, seed=None)
+    serial = [llm.generate("mine", free)[0] for _ in range(10)]
+    together = llm.generate(["mine"] * 5, replace(free, n=2))
+    assert len({tuple(answer.token_ids) for answer in [*serial, *together]}) == 20
