@@ -95,9 +95,14 @@ def needs_escapes(rules: Iterable[str]) -> bool:
 
 def rewritten(node: dict[str, Any]) -> bool:
     """Puts the patterns of a schema in ASCII, in place. Returns whether anything has changed."""
-    before = [node.get("pattern"), node.get("patternProperties")]
-    if isinstance(before[0], str):
-        node["pattern"] = in_ascii(before[0])
-    if isinstance(before[1], dict):
-        node["patternProperties"] = {in_ascii(name): schema for name, schema in before[1].items()}
-    return before != [node.get("pattern"), node.get("patternProperties")]
+    changed = False
+    names = node.get("propertyNames")  # a schema that may say nothing but its pattern
+    for schema in (node, names if isinstance(names, dict) else {}):
+        pattern, properties = schema.get("pattern"), schema.get("patternProperties")
+        if isinstance(pattern, str):
+            schema["pattern"] = in_ascii(pattern)
+            changed |= schema["pattern"] != pattern
+        if isinstance(properties, dict):
+            schema["patternProperties"] = {in_ascii(name): inner for name, inner in properties.items()}
+            changed |= schema["patternProperties"].keys() != properties.keys()
+    return changed

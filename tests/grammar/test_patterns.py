@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
+from typing import Any
 
 import pytest
-from test_owner import owner, walk
+from test_owner import EOS, owner, walk
 
 from exactspec.errors import RequestError
 from exactspec.grammar.patterns import in_ascii, misread, without_newlines
@@ -50,6 +52,28 @@ def test_strings_with_a_pattern_are_json_and_match(pattern: str, wanted: list[st
             through.append(json.loads(document)[0])
             assert re.search(pattern.replace(r"\ud83d\ude00", "😀"), through[-1])
     assert set(wanted) <= set(through)
+
+
+@pytest.mark.parametrize("pattern", [pattern for pattern, _ in SERVED if "ud8" not in pattern])
+@pytest.mark.parametrize("place", ["pattern", "patternProperties", "propertyNames"])
+def test_whatever_is_drawn_is_json_and_matches(pattern: str, place: str) -> None:
+    """Random walks through the masks, over the bytes of the alphabet where these are allowed."""
+    schema: dict[str, Any] = {"type": "string", "pattern": pattern}
+    if place == "patternProperties":
+        schema = {"type": "object", "patternProperties": {pattern: {"type": "null"}}, "additionalProperties": False}
+    elif place == "propertyNames":
+        schema = {"type": "object", "propertyNames": {"pattern": pattern}, "additionalProperties": {"type": "null"}}
+    chance, likely = random.Random(pattern + place), {*"".join(ALPHABET).encode()}
+    for _ in range(20):
+        drawn, said = owner(json_schema=json.dumps({"type": "array", "items": schema})), b""
+        while EOS not in (allowed := drawn.mask_after([]).nonzero().flatten().tolist()):
+            letters = [i for i in allowed if i < 256]
+            closing = [i for i in letters if i in b'"}]'] if chance.random() < 0.02 * len(said) else []
+            said += bytes([chance.choice(closing or [i for i in letters if i in likely] or letters)])
+            drawn.advance([said[-1]])
+        for value in json.loads(said.decode("utf-8", "replace")):  # the compiler lets overlong characters through
+            for text in [value] if place == "pattern" else value:
+                assert "\ufffd" in text or re.search(pattern, text), said
 
 
 @pytest.mark.parametrize(("pattern", "words"), REFUSED)
