@@ -62,11 +62,6 @@ class ModelConfig:
     embed_scale: float = 1.0
     rope_type: str = "default"
 
-    @property
-    def group_size(self) -> int:
-        """Query heads per K/V head."""
-        return self.num_heads // self.num_kv_heads
-
     def stack_spec(self) -> StackSpec:
         return StackSpec(
             hidden_size=self.hidden_size,

@@ -50,13 +50,6 @@ class OutputHistory:
         return ids, counts
 
 
-def make_history(request: RunningRequest) -> OutputHistory | None:
-    """History of the committed output, or None for a request without penalties."""
-    if not request.params.has_penalties:
-        return None
-    return OutputHistory(request.token_ids[request.prompt_len :])
-
-
 def banned_until_min(params: SamplingParams, eos_ids: Iterable[int], vocab_size: int) -> list[int]:
     """Ids that min_new_tokens holds back: EOS and stop ids. Stop ids outside the vocabulary can never come."""
     ids = {*eos_ids, *(params.stop_token_ids or ())}

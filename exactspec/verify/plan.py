@@ -36,11 +36,6 @@ class VerifyPlan:
     tokens_per_second: float
 
 
-def plan_all(lengths: Sequence[int]) -> list[int]:
-    """Every proposed draft is verified."""
-    return list(lengths)
-
-
 def plan_confidence(
     survival: ArrayLike,
     lengths: Sequence[int],
@@ -123,17 +118,6 @@ def rates_ahead(
     tokens = num_requests + np.interp(wanted, np.arange(admitted.size), admitted) / blocks_each
     seconds = 1.0 / table.sps_range(base_rows, max(places) + 1, convex=convex)[np.asarray(places)]
     return np.asarray(tokens / (seconds + draft_seconds))
-
-
-def worth_drafting(
-    survival: ArrayLike, lengths: Sequence[int], base_rows: int, table: SpsTable, draft_seconds: float
-) -> bool:
-    """Whether drafting for draft_seconds and then verifying the best choice is expected to beat a plain step.
-
-    `survival` must come from the past (AcceptanceEstimate): nothing has been drafted yet.
-    """
-    drafted = make_plan(survival, lengths, base_rows, table, stop_early=False, draft_seconds=draft_seconds)
-    return drafted.tokens_per_second > len(lengths) * table.sps(base_rows)
 
 
 def _first_peak(rates: list[float]) -> int:

@@ -172,14 +172,6 @@ def isotonic(values: Sequence[float]) -> list[float]:
     return [mean for mean, length in blocks for _ in range(length)]
 
 
-def rows_to_measure(max_rows: int, dense: int = 64) -> list[int]:
-    """Every count up to `dense`, then steps of about an eighth: few measurements, all stairs of small steps."""
-    rows = list(range(1, min(dense, max_rows) + 1))
-    while rows[-1] < max_rows:
-        rows.append(min(max_rows, rows[-1] + max(8, rows[-1] // 8)))
-    return rows
-
-
 def measure_steps(
     run_step: Callable[[int], object],
     rows: Sequence[int],

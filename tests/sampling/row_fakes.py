@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exactspec.sampling.adjust import make_history
+from exactspec.sampling.adjust import OutputHistory
 from exactspec.sampling.rows import RowGroup
 from exactspec.types import Request, RunningRequest, SamplingParams
 
@@ -54,7 +54,7 @@ def make_group(
         params = SamplingParams(**fields)
     request = Request("r", (0, 1, 2), params, seed)
     running = RunningRequest(request, [0, 1, 2, *output])
-    running.history = make_history(running)
+    running.history = OutputHistory(list(output)) if params.has_penalties else None
     return RowGroup(running, len(output), list(drafts), masks)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling.row_fakes import HashBackend, make_group
 
-from exactspec.sampling.adjust import OutputHistory, adjust_rows, make_draft_adjust, make_history
+from exactspec.sampling.adjust import OutputHistory, adjust_rows, make_draft_adjust
 from exactspec.sampling.sampler import Sampler
 from exactspec.types import SamplingParams
 
@@ -109,12 +109,10 @@ def test_history_that_missed_tokens_is_noticed():
         adjust_rows(torch.zeros(1, V), [group], EOS)
 
 
-def test_history_counts_and_is_kept_only_for_penalties():
+def test_history_counts():
     history = OutputHistory([4, 4, 2])
     history.advance([2, 9])
     assert (history.count(4), history.count(2), history.count(1), history.num_tokens) == (2, 2, 0, 5)
-    assert make_history(make_group().request) is None
-    assert make_history(make_group(frequency_penalty=1.0, output=[7, 7]).request).count(7) == 2
 
 
 class _Grammar:

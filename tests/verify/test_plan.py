@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exactspec.errors import ConfigError
-from exactspec.verify.plan import make_plan, plan_all, plan_confidence, rates_ahead, worth_drafting
+from exactspec.verify.plan import make_plan, plan_confidence, rates_ahead
 from exactspec.verify.sps import SpsKey, SpsTable
 from exactspec.verify.survival import prefix_survival
 
@@ -117,19 +117,10 @@ def test_time_already_spent_on_drafting_makes_longer_blocks_worthwhile() -> None
     assert short < long
 
 
-def test_drafting_is_left_out_where_it_cannot_pay() -> None:
-    survival = np.tile(prefix_survival([[0.7] * 5]), (4, 1))
-    memory_bound, compute_bound = table_of([1.0] * 40), table_of([0.25 * n for n in range(1, 41)])
-    assert worth_drafting(survival, [5] * 4, 4, memory_bound, draft_seconds=0.2)
-    assert not worth_drafting(survival, [5] * 4, 4, memory_bound, draft_seconds=3.0)
-    assert not worth_drafting(survival, [5] * 4, 4, compute_bound, draft_seconds=0.01)
-
-
-def test_nothing_to_plan_and_plan_all() -> None:
+def test_nothing_to_plan() -> None:
     table = table_of([1.0, 2.0])
     assert plan_confidence(np.empty((0, 5)), [], 3, table, stop_early=True) == []
     assert plan_confidence(np.ones((2, 5)), [0, 0], 2, table, stop_early=False) == [0, 0]
-    assert plan_all((3, 0, 7)) == [3, 0, 7]
 
 
 def test_a_confidence_that_is_no_number_is_never_verified() -> None:

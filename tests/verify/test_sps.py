@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exactspec.errors import ConfigError
-from exactspec.verify.sps import SpsKey, SpsTable, convex_minorant, isotonic, measure_steps, rows_to_measure
+from exactspec.verify.sps import SpsKey, SpsTable, convex_minorant, isotonic, measure_steps
 
 KEY = SpsKey("cpu", "bfloat16", "toy", "0.1.0")
 times = st.lists(st.floats(0.001, 10), min_size=1, max_size=12)
@@ -124,15 +124,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch) -> None:
         SpsTable(KEY, (1,), (2.0,)).save(path)
     assert SpsTable.load(path) == old
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_rows_worth_measuring() -> None:
-    rows = rows_to_measure(500)
-    assert rows[:64] == list(range(1, 65))
-    assert rows[-1] == 500
-    assert rows == sorted(set(rows))
-    assert len(rows) < 90
-    assert rows_to_measure(3) == [1, 2, 3]
 
 
 def test_measuring_takes_medians_and_warms_up() -> None:
