@@ -43,12 +43,7 @@ class Truth:
 
 def truth_of(target: TargetModel, request: Request, compiled: Any = None) -> Truth:
     """`compiled` is the request's grammar. One forward of the whole sequence for every token."""
-    params, prompt = request.params, list(request.prompt_ids)
-    truth = Truth(logprobs=None if params.logprobs is None else [])
-    if params.prompt_logprobs is not None:
-        truth.prompt_logprobs = naive_prompt_logprobs(target, prompt, params)
-    limit = target.config.context_length - len(prompt)
-    limit = limit if params.max_new_tokens is None else min(limit, params.max_new_tokens)
+    params, truth, limit = request.params, *_begun(target, request)
     if limit == 0 and params.logprobs is not None:
         truth.after = _next(target, request, [], compiled)[1]
     while len(truth.token_ids) < limit:
@@ -65,13 +60,20 @@ def truth_of(target: TargetModel, request: Request, compiled: Any = None) -> Tru
     return truth
 
 
-def truth_about(target: TargetModel, request: Request, token_ids: Sequence[int], compiled: Any = None) -> Truth:
-    """Of an answer that is given: what must be said of these tokens, whoever drew them. `finish` is that of the first
-    end, which must be the last token; a token that could not be drawn fails."""
+def _begun(target: TargetModel, request: Request) -> tuple[Truth, int]:
+    """What is known of an answer before its first token, and how many it may have."""
     params, prompt = request.params, list(request.prompt_ids)
     truth = Truth(logprobs=None if params.logprobs is None else [])
     if params.prompt_logprobs is not None:
         truth.prompt_logprobs = naive_prompt_logprobs(target, prompt, params)
+    room = target.config.context_length - len(prompt)
+    return truth, room if params.max_new_tokens is None else min(room, params.max_new_tokens)
+
+
+def truth_about(target: TargetModel, request: Request, token_ids: Sequence[int], compiled: Any = None) -> Truth:
+    """Of an answer that is given: what must be said of these tokens, whoever drew them. `finish` is that of the first
+    end, which must be the last token; a token that could not be drawn fails."""
+    params, truth, limit = request.params, *_begun(target, request)
     for count, token_id in enumerate(token_ids, start=1):
         _, scored, support = _next(target, request, truth.token_ids, compiled, token_id)
         assert token_id in support, f"token {count} of {request} is impossible"
@@ -79,7 +81,7 @@ def truth_about(target: TargetModel, request: Request, token_ids: Sequence[int],
         truth.supports.append(support)
         if truth.logprobs is not None:
             truth.logprobs.append(scored)
-        end = _end(target, params, truth.token_ids, params.max_new_tokens or 0, compiled)
+        end = _end(target, params, truth.token_ids, limit, compiled)
         assert (end is not None) == (count == len(token_ids)), f"{request} should have ended at {count}"
         truth.finish = end or truth.finish
     truth.text = _text(target, params, truth)

@@ -75,16 +75,21 @@ def _params(rng: random.Random, prompt: Sequence[int], tokens: Sequence[int], te
 
 
 def make_requests(rng: random.Random, target: TargetModel, count: int) -> list[Request]:
-    """Prompts share beginnings of all lengths; some come with n = 3."""
+    """Prompts share beginnings of all lengths; some come with n = 3, some go on to the end of the context."""
     system = [rng.randrange(256) for _ in range(rng.choice([0, 3, 8, 17, 33]))]
     probe = make_engine(ScriptedDrafter(lambda *_: [], 0), target=target)
     requests: list[Request] = []
     while len(requests) < count:
         prompt = system[: rng.randrange(len(system) + 1)]
-        prompt += [rng.randrange(TINY_VOCAB) for _ in range(rng.choice([1, 2, 5, 9, 20]))]
-        probe.add(request("probe", prompt, temperature=0.0, max_new_tokens=10, ignore_eos=True))
-        tokens = [i for _ in range(10) for output in probe.step() for i in output.token_ids]
+        room, to_the_end = target.config.context_length - len(prompt), rng.random() < 0.05
+        length = room - rng.randint(1, 12) if to_the_end else rng.choice([1, 2, 5, 9, 20])
+        prompt += [rng.randrange(TINY_VOCAB) for _ in range(length)]
+        shown = min(10, room - length)
+        probe.add(request("probe", prompt, temperature=0.0, max_new_tokens=shown, ignore_eos=True))
+        tokens = [i for _ in range(shown) for output in probe.step() for i in output.token_ids]
         params = _params(rng, prompt, tokens, target.tokenizer.decode(tokens))
+        if to_the_end:
+            params |= {"max_new_tokens": rng.choice([None, room - length]), "min_new_tokens": 0}
         extras, seed = _some(rng, EXTRAS), rng.choice([0, 1, -1, 2**63 - 1, rng.randrange(2**40)])
         for index in range(rng.choice([1, 1, 1, 3])):
             name = f"r{len(requests)}"

@@ -29,6 +29,7 @@ from exactspec.types import Request
 sys.path.insert(0, str(Path(__file__).parent.parent / "draft"))
 from draft_fakes import draft_config, write_draft
 
+CONTEXT = 112
 PADDED = 300  # rows of the widest target's embedding; ids from 262 on are no tokens
 DFLASH = {
     "architectures": ["LlamaDFlashModel"], "anchor_is_first_prediction": False, "markov_rank": 0,
@@ -41,7 +42,9 @@ class World:
     """A target, its grammar compiler and its block drafts, whose mask token is a padded row where there are some."""
 
     def __init__(self, backend, folder, **changes) -> None:
-        self.target = TargetModel(backend, tiny_target(num_layers=3, **changes))
+        self.target = TargetModel(
+            backend, tiny_target(num_layers=3, context_length=CONTEXT, max_context=CONTEXT, **changes)
+        )
         vocab = self.target.config.vocab_size
         self.grammars = GrammarCompiler(self.target.tokenizer, vocab, self.target.eos_ids)
         shape = {"vocab_size": vocab, "mask_token_id": 299 if vocab == PADDED else 259, "block_size": 8}
@@ -76,14 +79,17 @@ class World:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory) -> list[World]:
-    folder = tmp_path_factory.mktemp("drafts")
-    shapes = [{}, {"std": 0.05, "seed": 3}, {"vocab_size": PADDED, "seed": 5}]
-    backends = (TorchBackend("cpu"), CpuBackend())
-    return [
-        World(backend, folder / f"{number}{backend.name}", **shape)
-        for backend in backends
-        for number, shape in enumerate(shapes)
-    ]
+    return make_worlds(tmp_path_factory.mktemp("drafts"))
+
+
+def make_worlds(folder: Path) -> list[World]:
+    shapes = [
+        {}, {"std": 0.05, "seed": 3}, {"vocab_size": PADDED, "seed": 5},
+        {"windows": (6, None, 9), "qk_norm": True, "post_norms": True, "tied": True, "seed": 7},
+    ]  # fmt: skip
+    made = [(backend, shape) for backend in (TorchBackend("cpu"), CpuBackend()) for shape in shapes]
+    made.append((CpuBackend(), {"dtype": torch.bfloat16}))
+    return [World(backend, folder / str(number), **shape) for number, (backend, shape) in enumerate(made)]
 
 
 def episode(worlds: list[World], seed: int, acceptance: str = "coupled") -> int:
@@ -93,7 +99,8 @@ def episode(worlds: list[World], seed: int, acceptance: str = "coupled") -> int:
     requests = make_requests(rng, world.target, rng.randint(1, 8))
     truth = world.truth(requests)
     gamma, page = rng.choice([1, 2, 6, 7, 15, 16]), rng.choice([1, 2, 4, 16])
-    longest = max(len(one.prompt_ids) + one.params.max_new_tokens for one in requests) + gamma + 2
+    longest = max(len(one.prompt_ids) + (one.params.max_new_tokens or CONTEXT) for one in requests)
+    longest = min(longest, CONTEXT) + gamma + 2
     num_pages = -(-longest // page) + rng.choice([1, 2, 4, 9, 1600 // page])
     kind = rng.choice([*SCRIPTS, "ngram", "none", "dspark", "dflash"])
     drafter = world.drafter(kind, gamma, truth, num_pages * page, rng)
