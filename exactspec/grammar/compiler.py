@@ -15,6 +15,7 @@ from exactspec.errors import ConfigError, RequestError
 from exactspec.grammar.owner import MaskOwner
 from exactspec.grammar.patterns import in_ascii, misread, needs_escapes, rewritten, without_newlines
 from exactspec.grammar.schema import check_schema, nodes, patterns
+from exactspec.grammar.utf8 import CharacterGuard
 from exactspec.types import SamplingParams
 
 KINDS = ("json_schema", "regex", "ebnf")
@@ -93,6 +94,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._backend: Any = None
+        self._guard: CharacterGuard | None = None  # comes with the backend
         self._backend_lock = threading.Lock()
 
     def prepare(self, params: SamplingParams) -> Future[Any]:
@@ -127,7 +129,7 @@ class GrammarCompiler:
     def owner(self, params: SamplingParams) -> MaskOwner:
         """A new owner at the start of the request's grammar."""
         kind, _ = _source(params) or ("grammar", "")
-        return MaskOwner(self.compile(params), self._vocab_size, self._eos_ids, kind)
+        return MaskOwner(self.compile(params), self._vocab_size, self._eos_ids, kind, self._guard)
 
     @property
     def num_cached(self) -> int:
@@ -182,6 +184,7 @@ class GrammarCompiler:
         count = min(tokenizer.vocab_size, self._vocab_size)
         # an empty entry is a special token to xgrammar: never allowed
         vocab = [b"" if tokenizer.is_special(i) else tokenizer.token_bytes(i) for i in range(count)]
+        self._guard = CharacterGuard(vocab, self._vocab_size)
         info = xgrammar.TokenizerInfo(
             vocab,
             xgrammar.VocabType.RAW,

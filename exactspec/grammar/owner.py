@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exactspec.grammar.utf8 import CharacterGuard
+
 TIMEOUT_S = 0.5  # processor time of one call; only grammars of exploding ambiguity come near
 
 
@@ -22,10 +24,19 @@ class MaskOwner:
     `name` is the request's field, for messages.
     """
 
-    def __init__(self, compiled: Any, vocab_size: int, eos_ids: Iterable[int], name: str = "grammar") -> None:
+    def __init__(
+        self,
+        compiled: Any,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        name: str = "grammar",
+        guard: CharacterGuard | None = None,
+    ) -> None:
         import xgrammar
 
         self._name = name
+        self._guard = guard
+        self._last: int | None = None  # the newest committed token
         self._slowest = 0.0  # seconds of the slowest call
         self._matcher = xgrammar.GrammarMatcher(compiled)
         self._vocab_size = vocab_size
@@ -94,6 +105,7 @@ class MaskOwner:
         for token in tokens:
             if self.terminated:
                 return
+            self._last = token
             if self._ahead and self._ahead[0] == token:
                 del self._ahead[0], self._masks[:1]
                 self.terminated = not self._ahead and bool(self._matcher.is_terminated())
@@ -135,6 +147,8 @@ class MaskOwner:
         if at < len(self._masks):
             return self._masks[at]
         mask = self._raw_mask()
+        if self._guard is not None:
+            mask = self._guard.restrict(mask, self._ahead[-1] if self._ahead else self._last)
         if not mask.any():  # a dead end: the grammar wants a byte sequence that no token gives
             mask = self._eos_only()
         if at == len(self._masks):
