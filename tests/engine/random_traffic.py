@@ -87,7 +87,7 @@ def make_requests(rng: random.Random, target: TargetModel, count: int) -> list[R
         shown = min(10, room - length)
         probe.add(request("probe", prompt, temperature=0.0, max_new_tokens=shown, ignore_eos=True))
         tokens = [i for _ in range(shown) for output in probe.step() for i in output.token_ids]
-        params = _params(rng, prompt, tokens, target.tokenizer.decode(tokens))
+        params = _params(rng, prompt, tokens, target.tokenizer.decode(tokens) or "a")
         if to_the_end:
             params |= {"max_new_tokens": rng.choice([None, room - length]), "min_new_tokens": 0}
         extras, seed = _some(rng, EXTRAS), rng.choice([0, 1, -1, 2**63 - 1, rng.randrange(2**40)])

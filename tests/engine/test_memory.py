@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from fakes import TINY_VOCAB, tiny_model
 from scripted import Gathered, ScriptedDrafter, make_engine, request, run, silent, sometimes
 
@@ -190,3 +191,27 @@ def test_hidden_states_have_one_row_per_token(target, truth):
     assert (found.hidden[0] == first.prompt_hidden[-1]).all()
     logits = target.logits(first.prompt_hidden[-1:])
     assert logits.shape == (1, TINY_VOCAB)
+
+
+@pytest.mark.parametrize("thrown_back_after", [1, 2, 4, 5, 7])
+def test_hidden_states_of_a_request_that_was_thrown_back(target, truth, thrown_back_after):
+    """In the middle of its prefill (of nine tokens, two a step), and after: no row twice, none missing."""
+    asked = request(
+        "m1", PROMPTS[1], seed=1, temperature=0.7, max_new_tokens=9, ignore_eos=True, return_hidden_states=True
+    )
+    rows = []
+    for disturbed in (False, True):
+        engine = make_engine(drafter(truth), target=target, hidden_states=True, prefill_chunk=2, prefix_cache=False)
+        engine.add(asked)
+        gathered, steps = Gathered(), 0
+        while engine.has_work():
+            for output in engine.step():
+                gathered.take(output)
+            steps += 1
+            if disturbed and steps == thrown_back_after and engine.scheduler.running():
+                engine.retract_running()
+        (prompt,) = [output.prompt_hidden for output in gathered.outputs if output.prompt_hidden is not None]
+        rows.append(torch.cat([prompt, *(row[None] for row in gathered.hidden)]))
+        assert gathered.stats.num_retracted == int(disturbed)
+    assert torch.equal(*rows)
+    assert len(rows[0]) == len(PROMPTS[1]) + 9
