@@ -88,6 +88,8 @@ def native(one: Request) -> tuple[dict[str, Any], Request]:
 
 def completion(one: Request, echo: bool) -> tuple[dict[str, Any], Request]:
     params = one.params
+    if params.max_new_tokens is None:  # here that means 16, not all that the context leaves
+        params = replace(params, max_new_tokens=TARGET.config.context_length - len(one.prompt_ids))
     body = shared_fields(params) | {
         "prompt": list(one.prompt_ids), "max_tokens": params.max_new_tokens, "min_tokens": params.min_new_tokens,
         "seed": one.seed, "logprobs": params.logprobs, "echo": echo, "logprobs_kind": params.logprobs_kind,
