@@ -87,7 +87,9 @@ def native(one: Request) -> tuple[dict[str, Any], Request]:
 
 
 def completion(one: Request, echo: bool) -> tuple[dict[str, Any], Request]:
-    params = one.params
+    params, room = one.params, TARGET.config.context_length - len(one.prompt_ids)
+    if params.max_new_tokens is None:  # here no limit means 16
+        params = replace(params, max_new_tokens=room)
     if params.max_new_tokens is None:  # here that means 16, not all that the context leaves
         params = replace(params, max_new_tokens=TARGET.config.context_length - len(one.prompt_ids))
     body = shared_fields(params) | {
