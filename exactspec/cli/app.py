@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from exactspec import __version__
 from exactspec.cli import bench, check, demo, drafts, generate, info, score, serve, train
 from exactspec.errors import ExactSpecError
 
@@ -17,20 +19,36 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("generate")(generate.generate)
-app.command("score")(score.score)
 bench_app = typer.Typer(invoke_without_command=True)
 bench_app.callback()(bench.bench)
 bench_app.command("serve", context_settings=PASS_ON, add_help_option=False)(bench.bench_serve)
-app.add_typer(bench_app, name="bench")
-app.command("check")(check.check)
-app.command("info")(info.info)
-app.command("demo")(demo.demo)
+# in the order of --help
+app.command("generate")(generate.generate)
+app.command("score")(score.score)
 app.command("serve", context_settings=PASS_ON, add_help_option=False)(serve.serve)
+app.command("check")(check.check)
+app.add_typer(bench_app, name="bench")
 app.command("train")(train.train)
 app.command("calibrate")(drafts.calibrate)
 app.command("eval-draft")(drafts.eval_draft)
 app.command("export-draft")(drafts.export_draft)
+app.command("info")(info.info)
+app.command("demo")(demo.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"exactspec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -17,9 +17,7 @@ def demo(
     draft: Annotated[str, typer.Option(help="Draft.")] = "dspark",
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 160,
 ) -> None:
-    """Show what ExactSpec does: tokens as they come, how each came, its logprob, and the speed-up over plain
-    decoding.
-    """
+    """Show tokens as they come, how each came, its logprob, and the speed-up over plain decoding."""
     from rich.console import Console
 
     from exactspec.bench.compare import compare

@@ -31,7 +31,7 @@ def calibrate(
 
 
 def eval_draft(
-    target: Annotated[str, typer.Option(help="Model to draft for.")],
+    target: Annotated[str, typer.Option(help="Model the draft was trained for.")],
     draft: Annotated[str, typer.Option(help="ngram, dflash, dspark or a checkpoint folder.")],
     prompts: Annotated[list[Path], typer.Option(help="JSON-lines prompt file; may be given several times.")],
     out: Annotated[Path | None, typer.Option(help="Folder for eval.json and the plots.")] = None,
@@ -44,8 +44,10 @@ def eval_draft(
     max_running_requests: Annotated[int, typer.Option(help="Rollouts at once.")] = 8,
     device: opt.Device = "auto",
 ) -> None:
-    """Measure a draft in real speculative rollouts: accept length (incl. bonus), acceptance by position, calibration,
-    cost by part."""
+    """Measure a draft in real speculative rollouts.
+
+    Accept length (incl. bonus), acceptance by position, calibration of the confidence, cost by part.
+    """
     from exactspec.bench.eval_draft import EvalOptions, format_report
     from exactspec.bench.eval_draft import eval_draft as run
 
@@ -76,7 +78,7 @@ def export_draft(
     file_format: Annotated[str, typer.Option("--format", help="gguf (what llama.cpp's block drafters read).")] = "gguf",
     weight_type: Annotated[str, typer.Option(help="f16, f32 or q8_0.")] = "f16",
 ) -> None:
-    """Write a draft in another program's format."""
+    """Write a draft as a GGUF file for llama.cpp."""
     from exactspec.train.export import export_gguf
 
     if file_format != "gguf":

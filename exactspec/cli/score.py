@@ -32,9 +32,11 @@ def score(
     context_length: opt.ContextLength = None,
     kv_tokens: opt.KvTokens = None,
 ) -> None:
-    """Score texts: one JSON line each with token ids, logprobs (nats; null for the first token), their sum and the
-    perplexity.
-    With choices: the logprob of each choice after the prompt, and the best."""
+    """Score texts, or choices after a prompt: one JSON line each.
+
+    A text gets its token ids, their logprobs (nats; null for the first token), the sum and the perplexity; a record
+    with choices the same for each choice after the prompt, and which is best.
+    """
     from exactspec.engine.llm import LLM
 
     records = list(_read(file))

@@ -8,9 +8,7 @@ from exactspec.errors import ConfigError
 
 
 def serve(context: typer.Context) -> None:
-    """Serve over HTTP: SGLang's native API and the OpenAI API (extra: serve). `exactspec serve --help` lists the
-    options.
-    """
+    """Serve over HTTP: SGLang's native API and the OpenAI API (extra: serve)."""
     try:
         from exactspec.server.launch import main
     except ImportError as error:

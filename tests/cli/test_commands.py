@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from exactspec import __version__
+
 
 def exactspec(*arguments: str, stdin: str | None = None, status: int = 0) -> str:
     done = subprocess.run(
@@ -28,6 +30,10 @@ def test_help_names_every_command():
     )  # fmt: skip
     for command in commands:
         assert command in text
+
+
+def test_version():
+    assert exactspec("--version") == f"exactspec {__version__}\n"
 
 
 @pytest.mark.parametrize(
