@@ -22,14 +22,12 @@ class Running(ServerProcess):
 
 
 @contextlib.contextmanager
-def running_server(
-    *flags: str, model: str = "fake", wait: bool = True, key: str = "", draft: str = "ngram"
-) -> Iterator[Running]:
+def running_server(*flags: str, model: str = "fake", wait: bool = True, key: str = "") -> Iterator[Running]:
     port = free_port()
     command = [
         sys.executable, "-m", "exactspec.server.launch", model, "--port", str(port),
         "--factory", "fake_engine:make_engine", "--tokenizer-factory", "fake_engine:make_tokenizer",
-        "--draft", draft, *flags,
+        "--draft", "ngram", *flags,
     ]  # fmt: skip
     path = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     headers = {"Authorization": f"Bearer {key}"} if key else {}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,12 +74,19 @@ BODIES: list[tuple[str, dict[str, Any], list[str]]] = [
 Aborting = Callable[[httpx.AsyncClient], Awaitable[httpx.Response]]
 
 
+@cache
+def made() -> tuple[Server, Any]:
+    server = Server(ServeOptions("fake"), Client(), Metrics(dict))  # type: ignore[arg-type]
+    return server, make_app(server)
+
+
 async def exchange(path: str, body: dict[str, Any], aborting: Aborting) -> tuple[list[str], Client, Server]:
     """The finish reasons of a request that is aborted while it is being tokenised."""
+    server, app = made()
     client, tokenizer = Client(), SlowTokenizer()
-    server = Server(ServeOptions("fake"), client, Metrics(dict))  # type: ignore[arg-type]
+    server.client = client  # type: ignore[assignment]
     server.set_tokenizer(tokenizer)
-    transport = httpx.ASGITransport(make_app(server))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         asked = asyncio.create_task(http.post(path, json=body))
         assert await asyncio.to_thread(tokenizer.begun.wait, 20)
@@ -89,8 +98,6 @@ async def exchange(path: str, body: dict[str, Any], aborting: Aborting) -> tuple
 
 
 async def _reasons(answer: httpx.Response, stream: bool) -> AsyncIterator[str]:
-    import json
-
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
     parts = [json.loads(line) for line in lines] if stream else answer.json()
     for part in parts if isinstance(parts, list) else [parts]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,7 +18,11 @@ import pytest
 from conftest import Running, running_server
 from fake_engine import FakeTokenizer
 
+from exactspec.server.app import make_app
+from exactspec.server.metrics import Metrics
+from exactspec.server.options import ServeOptions
 from exactspec.server.params import NATIVE_FIELDS
+from exactspec.server.state import Server
 
 TOKENIZER = FakeTokenizer()
 
@@ -105,18 +111,24 @@ def test_counts_are_those_of_the_answers_that_have_been_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "sizes"),
-    [
-        (["--speculative-algorithm", "DFLASH"], [3, None]), (["--speculative-algorithm", "DSPARK"], [None, 2]),
-        (["--speculative-algorithm", "NGRAM"], [None, None]),
-    ],
-)  # fmt: skip
-def test_block_sizes_in_the_words_of_this_api(flags: list[str], sizes: list[int | None]) -> None:
+    ("algorithm", "sizes"), [("DFLASH", [3, None]), ("DSPARK", [None, 2]), ("NGRAM", [None, None]), ("", [None, None])]
+)
+def test_block_sizes_in_the_words_of_this_api(algorithm: str, sizes: list[int | None]) -> None:
     """The engine drafts two tokens: with the anchor, three rows."""
-    with running_server(*flags, draft="") as own:
-        info = own.http.get("/server_info").json()
+    engine: Any = SimpleNamespace(
+        info={"gamma": 2 if algorithm else 0}, stats={}, throughput=0.0, status="ready", num_restarts=0,
+        active=lambda: ["a request, so that nobody asks the engine"],
+    )  # fmt: skip
+    options = ServeOptions("fake", speculative_algorithm=algorithm)
+
+    async def ask() -> Any:
+        app = make_app(Server(options, engine, Metrics(dict)))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:  # type: ignore[arg-type]
+            return (await client.get("/server_info")).json()
+
+    info = asyncio.run(ask())
     assert [info[f"speculative_{name}_block_size"] for name in ("dflash", "dspark")] == sizes
-    assert info["speculative_num_draft_tokens"] == 3
+    assert info["speculative_num_draft_tokens"] == (3 if algorithm else None)
 
 
 def test_abort_all(slow: Running) -> None:
