@@ -29,6 +29,11 @@ class Standing:
         return sum(run.num_tokens for run in self.runs) / seconds if seconds else 0.0
 
     @property
+    def first_token_ms(self) -> float:
+        """Median over runs, of the time until every prompt of the group has its first token."""
+        return statistics.median(run.first_token_seconds for run in self.runs) * 1e3
+
+    @property
     def accept_length(self) -> float | None:
         """Mean over runs, incl. bonus, weighted by tokens; None where nothing was drafted."""
         known = [(run.accept_length, run.num_tokens) for run in self.runs if run.accept_length]
@@ -82,6 +87,7 @@ class Line:
     ratio: float
     ratio_low: float
     ratio_high: float
+    first_token_ms: float = 0.0  # 0 in figures from before it was told
 
 
 def table(prompts: str, standings: Sequence[Standing], base: str) -> list[Line]:
@@ -100,6 +106,7 @@ def table(prompts: str, standings: Sequence[Standing], base: str) -> list[Line]:
                 standing.tokens_per_second / reference.tokens_per_second,
                 quartiles[0],
                 quartiles[2],
+                standing.first_token_ms,
             )
         )
     return lines

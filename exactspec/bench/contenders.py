@@ -22,7 +22,7 @@ class Run:
 
     num_tokens: int  # output tokens after each prompt's first
     decode_seconds: float
-    first_token_seconds: float
+    first_token_seconds: float  # until every prompt has its first token
     accept_length: float | None = None  # incl. bonus
 
     @property

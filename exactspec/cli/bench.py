@@ -5,7 +5,7 @@ machine's floor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,14 +67,15 @@ def bench(
 ) -> None:
     """Compare decoders on the same prompts, prompt by prompt in turns.
 
-    Accept length includes the bonus token; ratios are to plain decoding, with quartiles over prompts.
+    Accept length includes the bonus token; ratios are to the first contender, with quartiles over prompts; the time to
+    the first token is the median over prompts.
     """
     if context.invoked_subcommand is not None:
         return
     from rich.console import Console
 
     from exactspec.backend.select import select_backend
-    from exactspec.bench.compare import compare, read_json, table, write_json, write_plot
+    from exactspec.bench.compare import read_json, write_json, write_plot
     from exactspec.bench.prompts import BUILT_IN, read_prompts
     from exactspec.model.loader import load_target
     from exactspec.model.target import TargetModel
@@ -91,20 +92,7 @@ def bench(
     facts.update(model=model, dtype=str(target.dtype), backend=backend.name, temperature=temperature, batch=batch)
     settings = {"batch": batch, "logprobs": logprobs, "acceptance": acceptance, "prefill_chunk": prefill_chunk}
     taking_part = _contenders(contenders.split(","), target, model, settings, console)
-    lines = []
-    for path in groups:
-        with console.status(path.stem) as status:
-            standings = compare(
-                taking_part,
-                groups[path],
-                new_tokens=new_tokens,
-                temperature=temperature,
-                # as long as the real one where rounds are captured: the batches that shrink at its end are graphs too
-                warm_up=new_tokens if backend.device.type == "cuda" else 16,
-                on_run=lambda name, stem=path.stem: status.update(f"{stem}: {name}"),  # type: ignore[misc]
-            )
-        lines.extend(table(path.stem, standings, taking_part[0].name))
-        _print_table(console, [line for line in lines if line.prompts == path.stem])
+    lines = _compare(taking_part, groups, target, new_tokens, temperature, console)
     if json_out is not None:
         write_json(json_out, lines, facts)
         console.print(f"figures in {json_out}")
@@ -114,6 +102,35 @@ def bench(
             console.print(f"plot in {plot}")
         except ConfigError as reason:  # no matplotlib: the figures are what matters
             console.print(str(reason), markup=False)
+
+
+def _compare(
+    contenders: Sequence[Contender],
+    groups: Mapping[Path, Sequence[Sequence[Sequence[int]]]],
+    target: TargetModel,
+    new_tokens: int,
+    temperature: float,
+    console: Console,
+) -> list[Line]:
+    """Runs and prints file by file."""
+    from exactspec.bench.compare import compare, table
+
+    lines: list[Line] = []
+    # as long as the real run where rounds are captured: the batches that shrink at its end are graphs too
+    warm_up = new_tokens if target.backend.device.type == "cuda" else 16
+    for path in groups:
+        with console.status(path.stem) as status:
+            standings = compare(
+                contenders,
+                groups[path],
+                new_tokens=new_tokens,
+                temperature=temperature,
+                warm_up=warm_up,
+                on_run=lambda name, stem=path.stem: status.update(f"{stem}: {name}"),  # type: ignore[misc]
+            )
+        lines.extend(table(path.stem, standings, contenders[0].name))
+        _print_table(console, [line for line in lines if line.prompts == path.stem])
+    return lines
 
 
 def _groups(
@@ -168,18 +185,25 @@ def _contenders(
                 found[name] = make_peer(name, model, target, settings["batch"])
             except LeftOutError as reason:
                 console.print(str(reason), markup=False)
+    if not found:
+        raise ConfigError(f"contenders: nobody takes part of {', '.join(names)}")
     return [found[name] for name in names if name in found]
 
 
 def _print_table(console: Console, lines: Sequence[Line]) -> None:
     from rich.table import Table
 
-    shown = Table("prompts", "contender", "tokens/s", "accept length (incl. bonus)", "ratio to plain", "quartiles")
+    ratio = f"ratio to {lines[0].contender}"
+    shown = Table("prompts", "contender", "tokens/s", "accept length (incl. bonus)", ratio, "quartiles", "first token")
     for line in lines:
-        accept = f"{line.accept_length:.2f}" if line.accept_length else "-"
-        spread = f"{line.ratio_low:.2f} - {line.ratio_high:.2f}"
         shown.add_row(
-            line.prompts, line.contender, f"{line.tokens_per_second:.1f}", accept, f"{line.ratio:.2f}", spread
+            line.prompts,
+            line.contender,
+            f"{line.tokens_per_second:.1f}",
+            f"{line.accept_length:.2f}" if line.accept_length else "-",
+            f"{line.ratio:.2f}",
+            f"{line.ratio_low:.2f} - {line.ratio_high:.2f}",
+            f"{line.first_token_ms:.0f} ms",
         )
     console.print(shown)
     sys.stdout.flush()
