@@ -3,6 +3,8 @@ matcher for every token), stop patterns, text, hidden states, supports, and the 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -103,7 +105,7 @@ def _next(
 
 
 def allowed(target: TargetModel, compiled: Any, output: Sequence[int]) -> Tensor:
-    """bool [V]: what the grammar allows after `output`; the end tokens where it allows nothing."""
+    """bool [V]: what the grammar allows after `output`, broken characters apart; the ends where that is nothing."""
     import xgrammar
 
     matcher = xgrammar.GrammarMatcher(compiled)
@@ -113,9 +115,21 @@ def allowed(target: TargetModel, compiled: Any, output: Sequence[int]) -> Tensor
         matcher.fill_next_token_bitmask(bits)
         words = bits[0].tolist()
         mask = torch.tensor([bool(words[i // 32] >> (i % 32) & 1) for i in range(len(mask))])
+        for token_id in mask.nonzero()[:, 0].tolist():
+            mask[token_id] = _well_formed(target, [*output, token_id])
     if not mask.any():
         mask[list(target.eos_ids)] = True
     return mask
+
+
+def _well_formed(target: TargetModel, token_ids: Sequence[int]) -> bool:
+    """Are their bytes the beginning of a text in UTF-8? Grammars of bytes may allow what is no character."""
+    data = b"".join(target.tokenizer.token_bytes(i) for i in token_ids if not target.tokenizer.is_special(i))
+    for tail in itertools.product((b"", b"\x80", b"\xbf"), range(4)):
+        with contextlib.suppress(UnicodeDecodeError):
+            (data + tail[0] * tail[1]).decode()
+            return True
+    return False
 
 
 def _masked(target: TargetModel, logits: Tensor, params: SamplingParams, output: Sequence[int], mask: Tensor) -> dict:
