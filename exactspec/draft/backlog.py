@@ -72,6 +72,7 @@ class Backlog:
         if len(self._due) >= MOST_DUE or self._rows_due >= MOST_ROWS_DUE:
             self._settle()
 
+    @torch.no_grad()
     def _settle(self) -> None:
         """Does what is due, in its order."""
         due, self._due, self._rows_due = self._due, [], 0

@@ -84,7 +84,6 @@ class BlockDrafter(Drafter):
         if self._backlog is not None:
             self._backlog.strike(batch.slots)
 
-    @torch.no_grad()
     def postpone(self, batch: ForwardBatch, captured: Tensor | None) -> None:
         features = self._checked(captured)
         if self._backlog is None:  # features are rounded here as `fc` would round them
