@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from exactspec.errors import ExactSpecError
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from exactspec.engine.llm import StreamChunk
+    from exactspec.text.tokenizer import Tokenizer
 
 QUESTION = "A baker sells 14 loaves in the morning and twice as many in the afternoon. How many loaves is that in all?"
 STYLES = {"accepted": "green", "correction": "yellow", "bonus": "cyan", "plain": "white"}
@@ -22,8 +29,9 @@ def demo(
 
     from exactspec.bench.compare import compare
     from exactspec.bench.contenders import EngineContender
+    from exactspec.bench.exactness import run_requests
     from exactspec.engine.llm import LLM
-    from exactspec.types import SamplingParams
+    from exactspec.types import Request, SamplingParams
 
     console = Console(highlight=False)
     llm = LLM(model, draft=draft, kv_tokens=8192)
@@ -34,32 +42,31 @@ def demo(
         "one line per round: [green]accepted draft[/], [yellow]correction[/], [cyan]bonus[/]; logprob in nats\n"
     )
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, logprobs=0)
-    last: Any = None
+    chunks = []
     for chunk in llm.stream(ids, params):
         console.print(_line(chunk, llm.tokenizer))
-        last = chunk
-    target = llm.engine.target
-    console.print(f"\naccept length {last.stats.accept_length:.2f} tokens per round (bonus included)")
-    contenders = [EngineContender(name, target, batch=1) for name in ("plain", draft)]
+        chunks.append(chunk)
+    console.print(f"\naccept length {chunks[-1].stats.accept_length:.2f} tokens per round (bonus included)")
+    entries = [entry for chunk in chunks for entry in chunk.logprobs or []]
+    contenders = [EngineContender(name, llm.engine.target, batch=1) for name in ("plain", draft)]
+    plainly = run_requests(contenders[0].engine, [Request("plain", tuple(ids), params, seed=0)])["plain"]
+    if plainly.logprobs != entries:
+        raise ExactSpecError("the answer without drafts differs from the one with them: this should not happen")
+    console.print("decoded again without drafts: the same tokens, the same logprobs as floats")
     plain, fast = compare(contenders, [[ids]] * 3, new_tokens=128, temperature=0.0)
-    _show_speed(console, plain, fast)
-
-
-def _show_speed(console: Any, plain: Any, fast: Any) -> None:
     speed_up = fast.tokens_per_second / plain.tokens_per_second
     console.print(
         f"plain {plain.tokens_per_second:.0f} tokens/s, with draft {fast.tokens_per_second:.0f} tokens/s: "
-        f"[bold]{speed_up:.2f} times as fast[/], same tokens, same logprobs"
+        f"[bold]{speed_up:.2f} times as fast[/]"
     )
 
 
-def _line(chunk: Any, tokenizer: Any) -> Any:
+def _line(chunk: StreamChunk, tokenizer: Tokenizer) -> Text:
     from rich.text import Text
 
     line = Text()
     for entry, source in zip(chunk.logprobs or [], chunk.sources, strict=True):
         token = tokenizer.decode([entry.token_id], skip_special_tokens=False)
         line.append(repr(token)[1:-1], style=STYLES[source.value])
-        value = entry.logprob if math.isfinite(entry.logprob) else float("-inf")
-        line.append(f" {value:.2f}  ", style="dim")
+        line.append(f" {entry.logprob:.2f}  ", style="dim")
     return line

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from exactspec.cli import options as opt
+
+if TYPE_CHECKING:
+    from exactspec.engine.llm import StreamChunk
+    from exactspec.text.tokenizer import Tokenizer
+    from exactspec.types import RequestOutput
 
 
 def generate(
@@ -93,7 +98,7 @@ def generate(
     print()
 
 
-def _print_chunk(chunk: Any, tokenizer: Any, *, show_logprobs: bool) -> None:
+def _print_chunk(chunk: StreamChunk, tokenizer: Tokenizer, *, show_logprobs: bool) -> None:
     if not show_logprobs:
         print(chunk.text, end="", flush=True)
         return
@@ -103,7 +108,7 @@ def _print_chunk(chunk: Any, tokenizer: Any, *, show_logprobs: bool) -> None:
         print(f"{entry.logprob:9.4f}  {source.value:10s}  {token!r:16s}  {top}", flush=True)
 
 
-def _record(answer: Any, tokenizer: Any) -> dict[str, Any]:
+def _record(answer: RequestOutput, tokenizer: Tokenizer) -> dict[str, Any]:
     """A RequestOutput as plain data, with the accept length and the text of each token beside the ids."""
     record = asdict(answer)
     record["tokens"] = [tokenizer.decode([i], skip_special_tokens=False) for i in answer.token_ids]

@@ -6,12 +6,17 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from exactspec.cli import options as opt
 from exactspec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from exactspec.engine.llm import LLM
+    from exactspec.text.tokenizer import Tokenizer
+    from exactspec.types import RequestOutput, SamplingParams
 
 BATCH = 64
 
@@ -49,7 +54,7 @@ def score(
             sink.close()
 
 
-def _score_all(llm: Any, records: list[dict[str, Any]], sink: IO[str], top: int) -> None:
+def _score_all(llm: LLM, records: list[dict[str, Any]], sink: IO[str], top: int) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -60,7 +65,7 @@ def _score_all(llm: Any, records: list[dict[str, Any]], sink: IO[str], top: int)
             jobs = [job for record in group for job in _jobs(llm.tokenizer, record)]
             answers = iter(llm.generate([ids for ids, _ in jobs], [_params(begin, top) for _, begin in jobs]))
             for record in group:
-                sink.write(json.dumps(_result(record, answers, llm.tokenizer), ensure_ascii=False) + "\n")
+                sink.write(json.dumps(_result(record, answers), ensure_ascii=False) + "\n")
                 progress.advance(task)
             sink.flush()
 
@@ -91,13 +96,13 @@ def _has_choices(record: dict[str, Any]) -> bool:
     return isinstance(record.get("prompt"), str) and texts
 
 
-def _params(begin: int, top: int) -> Any:
+def _params(begin: int, top: int) -> SamplingParams:
     from exactspec.types import SamplingParams
 
     return SamplingParams(max_new_tokens=0, temperature=0.0, prompt_logprobs=top, prompt_logprob_start=begin)
 
 
-def _jobs(tokenizer: Any, record: dict[str, Any]) -> list[tuple[list[int], int]]:
+def _jobs(tokenizer: Tokenizer, record: dict[str, Any]) -> list[tuple[list[int], int]]:
     """(token ids, first scored position) of each text to run. A choice is scored as prompt + choice, encoded together;
     its tokens are those after the longest common beginning with the prompt's own encoding. Raises ConfigError where
     nothing would be left to score: the sum of no tokens, 0, would beat every choice."""
@@ -118,7 +123,7 @@ def _jobs(tokenizer: Any, record: dict[str, Any]) -> list[tuple[list[int], int]]
     return jobs
 
 
-def _result(record: dict[str, Any], answers: Iterator[Any], tokenizer: Any) -> dict[str, Any]:
+def _result(record: dict[str, Any], answers: Iterator[RequestOutput]) -> dict[str, Any]:
     if "text" in record:
         return {**record, **_scores(next(answers))}
     choices = [_scores(next(answers)) for _ in record["choices"]]
@@ -126,10 +131,10 @@ def _result(record: dict[str, Any], answers: Iterator[Any], tokenizer: Any) -> d
     return {**record, "scores": choices, "best": best}
 
 
-def _scores(answer: Any) -> dict[str, Any]:
+def _scores(answer: RequestOutput) -> dict[str, Any]:
     import math
 
-    entries = answer.prompt_logprobs
+    entries = answer.prompt_logprobs or []
     values = [entry.logprob for entry in entries if entry.logprob is not None]
     result: dict[str, Any] = {
         "token_ids": [entry.token_id for entry in entries],
