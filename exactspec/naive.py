@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exactspec.model.target import TargetModel
-from exactspec.sampling.row_ops import row_ops
+from exactspec.sampling.row_ops import TORCH_ROW_OPS, RowOps, row_ops
 from exactspec.text.detokenizer import Detokenizer
 from exactspec.types import FinishReason, ForwardBatch, LogprobsKind, SamplingParams, TokenLogprob
 
@@ -88,7 +88,7 @@ def logit_domains(
     adjusted = adjust(logits, params, output, target.eos_ids)
     scaled = adjusted if params.greedy else adjusted / torch.tensor(params.temperature, dtype=torch.float32)
     keep = torch.zeros_like(scaled, dtype=torch.bool)
-    keep[kept_ids(scaled[: valid_vocab(target)], params)] = True
+    keep[kept_ids(scaled[: valid_vocab(target)], params, row_ops(target.backend))] = True
     processed = scaled.masked_fill(~keep, -math.inf)
     if params.greedy:  # the one token is certain, whatever its logit
         processed = processed.masked_fill(keep, 0.0)
@@ -120,18 +120,19 @@ def adjust(logits: Tensor, params: SamplingParams, output: Sequence[int], eos_id
     return row
 
 
-def kept_ids(scaled: Tensor, params: SamplingParams) -> Tensor:
+def kept_ids(scaled: Tensor, params: SamplingParams, ops: RowOps = TORCH_ROW_OPS) -> Tensor:
     """Ids that can be drawn: the greedy one, or what top-k, then top-p, then min-p leave."""
+    total = ops.logsumexp_rows(scaled[None])[1]
     values, ids = scaled.sort(descending=True, stable=True)  # ties: lowest id first
     if params.greedy:
         return ids[:1]
     if 0 < params.top_k < len(ids):
         values, ids = values[: params.top_k], ids[: params.top_k]
     if params.top_p < 1.0:
-        # the fewest tokens whose share of what top-k left reaches top_p
-        probs = torch.softmax(scaled, -1)[ids].double()
-        before = probs.cumsum(0) - probs
-        nucleus = before < params.top_p * probs.sum()
+        # the fewest tokens whose share of what top-k left reaches top_p; sums of multiples of 2**-35 are exact
+        mass = (values - total).exp().double().mul(2.0**35).round()
+        whole = mass.sum() if len(ids) < len(scaled) else 2.0**35
+        nucleus = mass.cumsum(0) - mass < params.top_p * whole
         nucleus[0] = True
         values, ids = values[nucleus], ids[nucleus]
     if params.min_p > 0.0:

@@ -26,6 +26,7 @@ from exactspec.naive import (
     stop_match,
     valid_vocab,
 )
+from exactspec.sampling.row_ops import row_ops
 from exactspec.text.detokenizer import Detokenizer, decode_all
 from exactspec.types import FinishReason, Request, SamplingParams, TokenLogprob
 
@@ -141,7 +142,7 @@ def _masked(target: TargetModel, logits: Tensor, params: SamplingParams, output:
     row = free.masked_fill(~(held if held.any() else mask), -math.inf)
     scaled = row if params.greedy else row / torch.tensor(params.temperature, dtype=torch.float32)
     keep = torch.zeros_like(mask)
-    keep[kept_ids(scaled[: valid_vocab(target)], params)] = True
+    keep[kept_ids(scaled[: valid_vocab(target)], params, row_ops(target.backend))] = True
     processed = scaled.masked_fill(~keep, -math.inf)
     return {"scaled": scaled, "processed": processed.masked_fill(keep, 0.0) if params.greedy else processed}
 

@@ -228,7 +228,7 @@ def check_native(one: Request, truth: Truth, reply: Reply) -> None:
     masks = {k: reply.lists.pop(k) for k in list(reply.lists) if "sampling" in k}
     assert reply.lists == wanted, one
     if one.sampling_mask is not None:
-        assert masks["output_token_sampling_mask"] == truth.supports
+        assert masks["output_token_sampling_mask"] == truth.supports, one
         assert len(masks["output_token_sampling_logprobs"]) == len(truth.token_ids)
 
 
