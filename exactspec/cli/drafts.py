@@ -72,15 +72,26 @@ def eval_draft(
 
 
 def export_draft(
-    target: Annotated[str, typer.Option(help="Model the draft was trained for: an alias or a GGUF file.")],
     draft: Annotated[Path, typer.Option(help="Draft checkpoint folder.")],
-    out: Annotated[Path, typer.Option(help="File to write.")],
-    file_format: Annotated[str, typer.Option("--format", help="gguf (what llama.cpp's block drafters read).")] = "gguf",
-    weight_type: Annotated[str, typer.Option(help="f16, f32 or q8_0.")] = "f16",
+    out: Annotated[Path, typer.Option(help="File to write; with compact, a new folder.")],
+    target: Annotated[str | None, typer.Option(help="gguf: the draft's target, an alias or a GGUF file.")] = None,
+    file_format: Annotated[
+        str,
+        typer.Option("--format", help="gguf (for llama.cpp) or compact (int8 rows, half the size)."),
+    ] = "gguf",
+    weight_type: Annotated[str, typer.Option(help="gguf: f16, f32 or q8_0.")] = "f16",
 ) -> None:
-    """Write a draft as a GGUF file for llama.cpp."""
+    """Write a draft as a GGUF file for llama.cpp, or as a checkpoint of half the size."""
+    if file_format == "compact":
+        from exactspec.draft.compact import compact_checkpoint
+
+        compact_checkpoint(draft, out)
+        typer.echo(f"wrote {out}")
+        return
+    if file_format != "gguf":
+        raise ConfigError(f"format: must be gguf or compact, got {file_format!r}")
+    if target is None:
+        raise ConfigError("target: format gguf copies the target's tokenizer: name an alias or a GGUF file")
     from exactspec.train.export import export_gguf
 
-    if file_format != "gguf":
-        raise ConfigError(f"format: must be gguf, got {file_format!r}")
     typer.echo(f"wrote {export_gguf(draft, target, out, weight_type)}")

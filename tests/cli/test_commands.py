@@ -172,3 +172,20 @@ def test_random_weights_stand_instead_of_a_model(tiny_folder):
     )  # fmt: skip
     assert len(json.loads(line)["token_ids"]) <= 4
     assert "random weights" in exactspec("generate", "hi", "--random-weights", "no-such-shape", status=2)
+
+
+def test_a_draft_of_half_the_size(tmp_path):
+    """A compact copy of what is compact already holds the same numbers; GGUF needs the target's tokenizer."""
+    from safetensors.torch import load_file
+
+    shipped = Path(__file__).parents[2] / "exactspec/drafts_data/dflash-smollm2-135m"
+    out = tmp_path / "copy"
+    assert str(out) in exactspec("export-draft", "--draft", str(shipped), "--out", str(out), "--format", "compact")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, shipped))
+    assert ours.keys() == theirs.keys()
+    assert all(bool((ours[name] == theirs[name]).all()) for name in ours if name.endswith(".q8"))
+    refusal = exactspec("export-draft", "--draft", str(shipped), "--out", str(out), status=2)
+    assert "target: format gguf copies the target's tokenizer" in refusal
+    assert "format: must be gguf or compact" in exactspec(
+        "export-draft", "--draft", str(shipped), "--out", str(out), "--format", "onnx", status=2
+    )
