@@ -175,7 +175,8 @@ def _measure(options: argparse.Namespace, servers: Sequence[tuple[str, str]], kn
         for turn in range(options.rounds):
             mark = number * options.rounds + turn + 1
             prompts = [f"{mark}. {known[i % len(known)]}" for i in range(options.requests)]  # in no cache yet
-            for name, url in servers:
+            first = turn % len(servers)  # a drifting machine hits all alike
+            for name, url in (*servers[first:], *servers[:first]):
                 loops[name].append(run(url, prompts, **settings))
         for name, _ in servers:
             reports.append(report(name, load, loops[name]))
