@@ -244,3 +244,18 @@ def test_rejection_accepts_with_the_overlap_of_the_distributions():
     result = Sampler(backend, V, V, ()).sample(TARGET[0].expand(2 * count, V), groups)
     share = sum(r.num_accepted for r in accept_rejection(result, groups, q.expand(count, 1, V))) / count
     assert abs(share - overlap) < 5 * math.sqrt(overlap * (1 - overlap) / count)
+
+
+def test_what_follows_a_rejection_knows_nothing_of_the_drafts_noise():
+    """Drafts of token 0 never pass (p = 0). Were the residual drawn with the noise that chose them, the share of token
+    1, which drafts like, would be too small by far. 5 sigma (false alarm 6e-7)."""
+    p, q = torch.tensor([0.0, 0.6, 0.4]), torch.tensor([0.5, 0.4, 0.1])
+    backend, count = HashBackend(), 10_000
+    noise = backend.gumbel(torch.arange(count), torch.zeros(count, dtype=torch.int64), NoiseStream.DRAFT, 3)
+    seeds = ((q.log() + noise).argmax(-1) == 0).nonzero().flatten().tolist()
+    groups = [make_group(seed=seed, drafts=[0]) for seed in seeds]
+    result = Sampler(backend, 3, 3, ()).sample(p.log().clamp_min(-1e9).expand(2 * len(seeds), 3), groups)
+    outcomes = accept_rejection(result, groups, q.expand(len(seeds), 1, 3))
+    assert all(outcome.num_accepted == 0 for outcome in outcomes)
+    share = sum(outcome.tokens[0] == 1 for outcome in outcomes) / len(seeds)
+    assert abs(share - 0.4) < 5 * math.sqrt(0.4 * 0.6 / len(seeds)), share  # p - q = 0.2 and 0.3
