@@ -191,10 +191,18 @@ def _contenders(
 
 
 def _print_table(console: Console, lines: Sequence[Line]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     ratio = f"ratio to {lines[0].contender}"
-    shown = Table("prompts", "contender", "tokens/s", "accept length (incl. bonus)", ratio, "quartiles", "first token")
+    shown = Table(
+        "prompts",
+        Column("contender", no_wrap=True),
+        "tokens/s",
+        "accept length (incl. bonus)",
+        ratio,
+        "quartiles",
+        "first token",
+    )
     for line in lines:
         shown.add_row(
             line.prompts,

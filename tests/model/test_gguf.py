@@ -190,13 +190,13 @@ def test_unknown_text_splitting_is_refused(tmp_path):
 @pytest.mark.parametrize("family", ["llama tied, bias", "gemma3"])
 def test_the_transformers_peer_of_a_bench_has_the_weights_of_the_file(family, tmp_path):
     """Whatever transformers does with GGUF files: norms, RoPE order and a tied head come out as they went in."""
-    from exactspec.bench.peers import load_transformers
+    from exactspec.bench.peers import TransformersContender, load_transformers
 
     model_type, changes = FAMILIES[family]
     model = hf_model(model_type, **SIZES, **changes)
     path = write_gguf(model, tmp_path / "m.gguf", model_type.removesuffix("_text"))
-    peer = load_transformers(str(path), torch.float32, torch.device("cpu"), 1)
+    theirs = load_transformers(str(path), torch.float32, torch.device("cpu"))
     expected = hf_logits(model, TOKENS)
-    assert (hf_logits(peer.model, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
-    run = peer.run([TOKENS, TOKENS[:7]], 5, 0.0, 0)
+    assert (hf_logits(theirs, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+    run = TransformersContender("transformers", theirs, 1, {}).run([TOKENS, TOKENS[:7]], 5, 0.0, 0)
     assert run.num_tokens == 2 * 4
