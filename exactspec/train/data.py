@@ -52,6 +52,11 @@ class Sequences:
     def num_answer_tokens(self) -> int:
         return int(self.lengths.sum() - self.prompt_len.sum())
 
+    def answer_counts(self, vocab_size: int) -> Tensor:
+        """How often each token stands in an answer: int64 [vocab_size]."""
+        begins = torch.repeat_interleave(self.offsets[:-1] + self.prompt_len, self.lengths)
+        return torch.bincount(self.tokens[torch.arange(len(self.tokens)) >= begins], minlength=vocab_size)
+
     def digest(self) -> str:
         """SHA-256 of the content, for provenance."""
         content = hashlib.sha256()

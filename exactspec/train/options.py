@@ -101,7 +101,8 @@ class TrainOptions:
     device: str = "auto"
     seed: int = 0
     mask_token_id: int | None = None  # None: a spare special token
-    init_from: Path | None = None  # draft folder whose weights are the first ones (same shape, same target)
+    init_from: Path | None = None  # draft whose weights are the first ones (of the same shape, or with fewer layers)
+    draft_vocab_size: int = 0  # only this many tokens, the most frequent in the answers, are drafted; 0: all
     resume: bool = True
     compile: bool = False  # torch.compile for the draft's layers: half a minute at the start, faster steps on CUDA
     log_every: int = 20
@@ -142,9 +143,9 @@ def make_options(target: str, algorithm: str, out: str | Path, **settings: Any) 
 
 _PATHS = {"prompts", "data_folder", "init_from"}
 _FROM_ZERO = {
-    "warmup_steps", "markov_rank", "seed", "mask_token_id", "num_self_prompts", "num_template_prompts",
-    "num_long_prompts", "ce_weight", "l1_weight", "confidence_weight", "coupled_weight", "muon_lr", "adam_lr",
-    "markov_lr_scale",
+    "warmup_steps", "markov_rank", "seed", "mask_token_id", "draft_vocab_size", "num_self_prompts",
+    "num_template_prompts", "num_long_prompts", "ce_weight", "l1_weight", "confidence_weight", "coupled_weight",
+    "muon_lr", "adam_lr", "markov_lr_scale",
 }  # fmt: skip
 _LEAST = {"max_answer": 2, "max_sequence": 4}  # an anchor is an answer token with a successor
 _NAMES = {"int": "an integer", "float": "a finite number", "bool": "true or false"}

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import exactspec
 from exactspec.draft.block_model import BlockModel
 from exactspec.draft.checkpoint import TargetFacts, check_fit, load_block_model, save_block_model
 from exactspec.draft.config import parse_draft_config
+from exactspec.draft.vocabulary import frequent_tokens, write_draft_vocab
 from exactspec.errors import ConfigError, DeviceError
 from exactspec.model.weights import LoadedTarget
 from exactspec.train.data import build_shard, describe, load_shards, split_heldout, with_anchors
@@ -49,6 +51,8 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     target = FrozenTarget(loaded, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     config = draft_config(loaded, options.recipe, options.mask_token_id)
     _check_config(config, loaded)
+    if options.draft_vocab_size > loaded.config.vocab_size:
+        raise ConfigError(f"draft_vocab_size: must be at most {loaded.config.vocab_size}, the target's vocabulary")
     num_shards = complete_shards(options.data_path)
     if not num_shards:
         num_shards = ranks.world_size
@@ -81,6 +85,9 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     metrics = trainer.run()
     if ranks.is_first:
         _publish(options, trainer, config, facts, describe(options.data_path, num_shards), metrics)
+        if options.draft_vocab_size:
+            counts = sequences.answer_counts(loaded.config.vocab_size)
+            write_draft_vocab(options.out, frequent_tokens(counts, options.draft_vocab_size))
     ranks.barrier()
     return {**metrics, "interrupted": trainer.interrupted}
 
@@ -107,12 +114,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def start_from(model: BlockModel, folder: Path, loaded: LoadedTarget) -> None:
-    """Takes over the weights of another draft. Raises CheckpointError where it was made for another target, and
-    ConfigError where its shape is another."""
+    """Takes over the weights of another draft. It may have fewer layers: the last ones then begin as layers that add
+    nothing. Raises CheckpointError where it was made for another target, ConfigError where its shape is another."""
     other = load_block_model(folder)
     check_fit(other.config, _target_facts(loaded), str(folder))
+    weights = {**_idle_layers(model, other.config.num_layers), **other.state_dict()}
     ours = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    theirs = {name: tuple(value.shape) for name, value in other.state_dict().items()}
+    theirs = {name: tuple(value.shape) for name, value in weights.items()}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise ConfigError(
@@ -124,7 +132,17 @@ def start_from(model: BlockModel, folder: Path, loaded: LoadedTarget) -> None:
                 f"init_from: {folder}: {key} is {getattr(other.config, key)!r}, this run has "
                 f"{getattr(model.config, key)!r}"
             )
-    model.load_state_dict(other.state_dict())
+    model.load_state_dict(weights)
+
+
+def _idle_layers(model: BlockModel, first: int) -> dict[str, Tensor]:
+    """Weights of the layers from `first` on as they were drawn, but for the projections out of them, which are zero."""
+    weights = {}
+    for index, layer in enumerate(model.layers[first:], first):
+        for name, value in layer.state_dict().items():
+            is_output = name.startswith(("self_attn.o_proj", "mlp.down_proj"))
+            weights[f"layers.{index}.{name}"] = torch.zeros_like(value) if is_output else value
+    return weights
 
 
 def _target_facts(loaded: LoadedTarget) -> TargetFacts:

@@ -164,7 +164,9 @@ def test_calibration_is_found_and_checked(target, tmp_path):
 def test_short_vocabularies_are_found_and_checked(target, tmp_path):
     folder = write_draft(tmp_path, draft_config())
     assert read_draft_vocab(folder, 262) is None
-    wanted = frequent_tokens({7: 3, 200: 9, 5: 3}, 5, 262)
+    counts = torch.zeros(262, dtype=torch.int64)
+    counts[[7, 200, 5]] = torch.tensor([3, 9, 3])
+    wanted = frequent_tokens(counts, 5)
     assert wanted == [0, 1, 5, 7, 200]
     write_draft_vocab(folder, wanted)
     assert read_draft_vocab(folder, 262) == wanted

@@ -1,5 +1,5 @@
 """Two ranks share a model: the same words and bits from run to run, batch to batch, drafted or not; and what goes wrong
-goes wrong with a sentence. Ranks are real processes over gloo on the CPU; weights are random."""
+goes wrong with a sentence. Ranks are real processes, over gloo on the CPU and NCCL on two GPUs; weights are random."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ CONFIG = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
     "max_position_embeddings": 128, "tie_word_embeddings": False,
 }  # fmt: skip
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.cuda, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")],
+    ),
+]
+CUDA_SIZES = {"vocab_size": 304, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+WHOLE_WITHIN = {"cpu": 2e-5, "cuda": 0.1}  # nat between two ranks and one process: float32, and bfloat16
 PROMPTS = [[40 + i, 41, 42, 43 + i, 44, 45][: 3 + i % 4] for i in range(5)]
 PARAMS = [
     SamplingParams(max_new_tokens=6, temperature=0.0 if i % 2 else 0.9, seed=i, ignore_eos=True, logprobs=2)
@@ -33,15 +42,19 @@ PARAMS = [
 ]
 
 
-def shape(folder: Path, **changes: Any) -> str:
+def shape(folder: Path, device: str = "cpu", **changes: Any) -> str:
     path = folder / "config.json"
-    path.write_text(json.dumps(CONFIG | changes))
+    path.write_text(json.dumps(CONFIG | (CUDA_SIZES if device == "cuda" else {}) | changes))
     return f"random:{path}"
 
 
+def options_for(device: str) -> dict[str, Any]:
+    return {"device": device, "dtype": "float32" if device == "cpu" else "bfloat16", "kv_tokens": 512}
+
+
 @contextmanager
-def two_ranks(model: str, draft: str | None = None, **options: Any) -> Iterator[LLM]:
-    llm = LLM(model, draft=draft, device="cpu", dtype="float32", kv_tokens=512, tensor_parallel=2, **options)
+def two_ranks(model: str, device: str = "cpu", **options: Any) -> Iterator[LLM]:
+    llm = LLM(model, tensor_parallel=2, **options_for(device), **options)
     try:
         yield llm
     finally:
@@ -57,9 +70,10 @@ def scored(llm: LLM, sequences: list[list[int]]) -> list[list[float]]:
     return [[e.logprob for e in o.prompt_logprobs[1:]] for o in llm.score(sequences)]  # type: ignore[index]
 
 
-def test_two_ranks_keep_the_contracts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shape(tmp_path)
-    with two_ranks(model, prefix_cache=False) as llm:
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_ranks_keep_the_contracts(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shape(tmp_path, device)
+    with two_ranks(model, device, prefix_cache=False) as llm:
         together = llm.generate(PROMPTS, PARAMS)
         again = llm.generate(PROMPTS, PARAMS)
         alone = [llm.generate([PROMPTS[i]], PARAMS[i])[0] for i in (2, 3)]
@@ -69,19 +83,23 @@ def test_two_ranks_keep_the_contracts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert said(together)[2:4] == said(alone)
     for prompt, output, row in zip(PROMPTS, together, rescored, strict=True):
         assert [e.logprob for e in output.logprobs or []] == row[len(prompt) - 1 :]
-    with two_ranks(model, draft="random", prefill_chunk=4, page_size=4, gamma=3) as llm:  # other processes, drafts
+    drafting = {"draft": "random", "gamma": 3, "prefill_chunk": 4, "page_size": 4}
+    with two_ranks(model, device, **drafting) as llm:  # in other processes
         drafted = llm.generate(PROMPTS, PARAMS)
         assert said(drafted) == said(together)
         assert sum(o.stats.num_verified for o in drafted) > 20
-    monkeypatch.setenv("EXACTSPEC_BACKEND", "torch")
-    whole = LLM(model, device="cpu", dtype="float32", kv_tokens=512)
+    if device == "cpu":
+        monkeypatch.setenv("EXACTSPEC_BACKEND", "torch")
+    whole = LLM(model, **options_for(device))
     for ours, theirs in zip(rescored, scored(whole, sequences), strict=True):
-        assert ours == pytest.approx(theirs, abs=2e-5)
+        assert ours == pytest.approx(theirs, abs=WHOLE_WITHIN[device])
 
 
-def test_ranks_agree_on_what_the_clock_decides_and_die_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_ranks_agree_on_what_the_clock_decides_and_die_together(device: str, tmp_path: Path) -> None:
     """Stop patterns and aborts under two ranks: a step of disagreeing ranks would raise. Then one rank is killed."""
-    with two_ranks(shape(tmp_path)) as llm:
+    model = shape(tmp_path, device)
+    with two_ranks(model, device) as llm:
         plain = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True)
         text = llm.generate([PROMPTS[0]], plain)[0].text
         stopping = SamplingParams(max_new_tokens=10, temperature=0.0, ignore_eos=True, stop_regex=".{4}")
@@ -94,7 +112,10 @@ def test_ranks_agree_on_what_the_clock_decides_and_die_together(tmp_path: Path) 
         llm.engine.add(Request("cut", tuple(PROMPTS[2]), plain, seed=0))
         llm.engine.abort("cut")
         assert [output.request_id for output in llm.engine.take_ended()] == ["cut"]  # told here, so with no later step
-        with pytest.raises(ConfigError, match="close the other engine first"), two_ranks(shape(tmp_path)):
+        with (
+            pytest.raises(ConfigError, match="close the other engine first"),
+            two_ranks(shape(tmp_path, device), device),
+        ):
             pass
         assert llm.engine.flush_cache()
         assert llm.generate([PROMPTS[0]], plain)[0].text == text

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,19 @@ from safetensors import SafetensorError
 from toy import chain_target, toy_llm, toy_options
 from train_fakes import CPU
 
+from exactspec.draft.block_model import block_attention_mask
 from exactspec.draft.checkpoint import load_block_model, save_block_model
+from exactspec.draft.vocabulary import read_draft_vocab
 from exactspec.errors import ConfigError
 from exactspec.model.weights import LoadedTarget
 from exactspec.train.blocks import BlockBatch
-from exactspec.train.data import pack, shard_name
+from exactspec.train.data import load_shards, pack, shard_name
 from exactspec.train.frozen import FrozenTarget
+from exactspec.train.new_draft import draft_config, new_block_model
 from exactspec.train.objective import draft_hidden
+from exactspec.train.options import recipe_for
 from exactspec.train.rollouts import RecordingDrafter, run_rollouts
-from exactspec.train.run import train
+from exactspec.train.run import start_from, train
 from exactspec.train.saving import write_tensors
 from exactspec.train.trainer import Trainer, TrainingError
 from exactspec.types import SamplingParams
@@ -272,9 +277,40 @@ def test_a_run_may_start_from_another_draft_of_the_same_shape(target, tmp_path):
     new = toy_options(tmp_path, "dflash", steps=2, warmup_steps=2, log_every=1, out=tmp_path / "new")
     train(new, target, report=fresh.append)
     assert seen[0]["loss"] < fresh[0]["loss"] - 0.5
-    other = toy_options(tmp_path, "dflash", steps=2, num_layers=2, out=tmp_path / "other", init_from=first.out)
+    deeper = toy_options(tmp_path, "dflash", steps=40, num_layers=2, out=tmp_path / "deeper", init_from=first.out)
+    train(deeper, target, report=lambda metrics: None)
+    back = toy_options(tmp_path, "dflash", steps=2, num_layers=1, out=tmp_path / "back", init_from=deeper.out)
     with pytest.raises(ConfigError, match=r"init_from: .*tensor layers\.1\."):
-        train(other, target, report=lambda metrics: None)
+        train(back, target, report=lambda metrics: None)
+
+
+def test_layers_that_are_added_to_a_draft_change_nothing_before_they_learn(target, tmp_path):
+    small, large = (draft_config(target, recipe_for("dspark", num_layers=n, markov_rank=4)) for n in (1, 3))
+    first = new_block_model(small, target.weights.embed, 1)
+    save_block_model(first, tmp_path, small, torch.float32)
+    grown = new_block_model(large, target.weights.embed, 2)
+    start_from(grown, tmp_path, target)
+    config = first.config
+    features, blocks = torch.randn(6, config.feature_size), torch.randn(2, config.block_size, config.hidden_size)
+    anchors, context = torch.tensor([3, 6]), torch.arange(6)
+    mask = block_attention_mask(anchors, context, config.block_size)
+    assert torch.equal(*(m(features, blocks, context, anchors, mask) for m in (first, grown)))
+    grown(features, blocks, context, anchors, mask).square().sum().backward()
+    assert all(layer.mlp.down_proj.weight.grad.any() for layer in grown.layers)  # and they can learn
+
+
+def test_a_draft_may_keep_to_the_tokens_that_answers_use(target, tmp_path):
+    options = toy_options(tmp_path, "dflash", steps=2, warmup_steps=2, draft_vocab_size=40)
+    train(options, target, report=lambda metrics: None)
+    kept = read_draft_vocab(options.out, 262)
+    data = load_shards(options.data_path, 1)
+    answers = [data.row(i)[data.prompt_len[i] :].tolist() for i in range(len(data))]
+    most = Counter(token for answer in answers for token in answer).most_common(40)
+    assert len(kept) == 40
+    assert sum(count for token, count in most) == sum(answer.count(token) for answer in answers for token in kept)
+    assert toy_llm(target, str(options.out)).engine.drafter.gamma == 4
+    with pytest.raises(ConfigError, match="draft_vocab_size: must be at most 262"):
+        train(toy_options(tmp_path, "dflash", draft_vocab_size=263, out=tmp_path / "wide"), target)
 
 
 def test_a_time_limit_brings_the_rate_to_zero_and_ends_the_run(target, tmp_path):
