@@ -90,8 +90,8 @@ class ChainedLinear(Protocol):
         """Tokens [R, G] int64, position by position: the lowest argmax of
         (base[r, k] + W w1[token before]) * inverse_temperature[r] + noise[r, k], ids in vocabulary order.
 
-        w1 [V, r] in the weight's dtype; base, noise [R, G, V] float32 (None: no noise); inverse_temperature [R]
-        float32 (None: 1); anchors [R] int64, the tokens before the first position.
+        w1 [V or more, r] in the weight's dtype; base, noise [R, G, V] float32 (None: no noise); inverse_temperature
+        [R] float32 (None: 1); anchors [R] int64, the rows of w1 before the first position.
         """
         ...
 

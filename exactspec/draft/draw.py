@@ -121,11 +121,12 @@ class OutputHead:
 
 class BlockDrawer:
     """Draws the tokens of a block, left to right. Holds the Markov head, and its table `w1` [V, r] in the serving
-    dtype (None without a head)."""
+    dtype (None without a head). At most one of the heads it is given has a short vocabulary."""
 
     def __init__(self, backend: Backend, head: MarkovHead | None, dtype: torch.dtype) -> None:
         self.head = head
         self.w1 = None if head is None else head.markov_w1.weight.detach().to(backend.device, dtype)
+        self._short_w1: Tensor | None = None
 
     def previous(self, token_ids: Tensor) -> Tensor | None:
         """W1 rows [..., r] float32 of token_ids [...]; None without a Markov head."""
@@ -156,7 +157,8 @@ class BlockDrawer:
         chain = self._chain(output)
         if chain is not None and self.w1 is not None and adjust is None and plan.filters is None and not want_probs:
             scale = plan.inverse_temperature if plan.any_sampled else None
-            return chain.draw_chain(self.w1, base, noise, scale, anchors), None
+            table, before = self._by_place(output, self.w1, anchors)
+            return output.tokens(chain.draw_chain(table, base, noise, scale, before)), None
         state = self.head.start(hidden[:, 0]) if self.head is not None else None
         tokens, probs, previous = anchors.new_zeros(base.shape[:2]), [], anchors
         for k in range(base.shape[1]):
@@ -176,10 +178,21 @@ class BlockDrawer:
         return tokens, torch.stack(probs, dim=1) if want_probs else None
 
     def _chain(self, output: OutputHead) -> ChainedLinear | None:
-        """What draws whole blocks at once, where the device and the head allow it: ids must be places in the table."""
+        """What draws whole blocks at once, where the device and the head allow it."""
         w2 = output.markov_w2
-        fits = self.head is not None and self.head.latent_is_w1_row and output.token_ids is None
+        fits = self.head is not None and self.head.latent_is_w1_row
         return w2 if fits and isinstance(w2, ChainedLinear) else None
+
+    def _by_place(self, output: OutputHead, w1: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """W1 rows in the order of the head's tokens, and the rows of `anchors` there. A short vocabulary may lack an
+        anchor, so theirs come behind it; the room for them is kept from round to round."""
+        if output.token_ids is None:
+            return w1, anchors
+        size, count = output.token_ids.shape[0], anchors.shape[0]
+        if self._short_w1 is None or self._short_w1.shape[0] < size + count:
+            self._short_w1 = torch.cat([w1[output.token_ids], w1.new_empty((2 * count, w1.shape[1]))])
+        self._short_w1[size : size + count] = w1[anchors]
+        return self._short_w1, torch.arange(size, size + count, device=anchors.device)
 
 
 def _draw_row(scaled: Tensor, noise: Tensor | None, plan: DrawPlan) -> Tensor:

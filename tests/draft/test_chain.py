@@ -60,6 +60,24 @@ def test_a_chain_draws_what_the_loop_draws(dtype, threads, vocab_size, temperatu
     backend.set_num_threads(1)
 
 
+def test_a_chain_over_a_short_vocabulary_draws_what_the_loop_draws() -> None:
+    """Round after round, with more requests than before, and anchors that the vocabulary holds and lacks."""
+    torch.manual_seed(5)
+    backend, vocab_size = CpuBackend(1), 300
+    head = MarkovHead(vocab_size, RANK, HIDDEN)
+    ids = torch.arange(0, vocab_size, 3)
+    w2 = backend.make_linear(torch.randn(len(ids), RANK))
+    lm_head = backend.make_linear(torch.randn(len(ids), HIDDEN) * 0.2)
+    drawer = BlockDrawer(backend, head, torch.float32)
+    for temperatures in ([0.0], [0.7, 0.0, 1.3], [1.0] * 8, [0.0, 1.0]):
+        plan, hidden = plan_of(temperatures, vocab_size), torch.randn(len(temperatures), GAMMA, HIDDEN)
+        anchors = torch.randint(0, vocab_size, (len(temperatures),))
+        at_once, _ = drawer.draw(OutputHead(lm_head, w2, ids), hidden, anchors, plan)
+        one_by_one, _ = drawer.draw(OutputHead(lm_head, OneByOne(w2), ids), hidden, anchors, plan)
+        assert torch.equal(at_once, one_by_one)
+        assert set(at_once.flatten().tolist()) <= set(ids.tolist())
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_equal_scores_go_to_the_lowest_id(threads) -> None:
     backend = CpuBackend(threads)
