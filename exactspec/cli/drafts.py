@@ -1,5 +1,5 @@
-"""`exactspec calibrate`, `eval-draft` and `export-draft`: how sure a draft is of itself, how good it is, other
-formats.
+"""`exactspec calibrate`, `draft-vocab`, `eval-draft` and `export-draft`: how sure a draft is of itself, which tokens it
+proposes, how good it is, other formats.
 """
 
 from __future__ import annotations
@@ -28,6 +28,25 @@ def calibrate(
     opt.show_progress()
     content = run(target, draft, prompts=prompts, num_prompts=num_prompts, device=device, seed=seed)
     typer.echo(json.dumps(content, indent=1))
+
+
+def draft_vocab(
+    target: Annotated[str, typer.Option(help="Model the draft was trained for.")],
+    draft: Annotated[Path, typer.Option(help="Draft checkpoint folder; draft_vocab.json is written there.")],
+    size: Annotated[int, typer.Option(help="Tokens that the draft may propose.")] = 16_384,
+    num_tokens: Annotated[int, typer.Option(help="Answer tokens to count.")] = 500_000,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines (default: written now).")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and answers.")] = 0,
+    device: opt.Device = "auto",
+) -> None:
+    """Let a draft propose only the tokens that the target says most often: a shorter LM head to read on a CPU."""
+    from exactspec.train.count_tokens import shorten_vocabulary
+
+    opt.show_progress()
+    facts = shorten_vocabulary(
+        target, draft, size=size, num_tokens=num_tokens, prompts=prompts, device=device, seed=seed
+    )
+    typer.echo(json.dumps(facts, indent=1))
 
 
 def eval_draft(

@@ -8,7 +8,7 @@ Stored beside the weights as draft_vocab.json: {"token_ids": [rising ids]}.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -27,9 +27,10 @@ def frequent_tokens(counts: Tensor, size: int) -> list[int]:
     return ranked[:size].sort().values.tolist()
 
 
-def write_draft_vocab(folder: str | Path, token_ids: list[int]) -> None:
-    """Stores a short vocabulary beside a checkpoint, atomically."""
-    write_text(Path(folder) / VOCAB_FILE, json.dumps({"token_ids": token_ids}, separators=(",", ":")) + "\n")
+def write_draft_vocab(folder: str | Path, token_ids: list[int], facts: Mapping[str, object] | None = None) -> None:
+    """Stores a short vocabulary beside a checkpoint, atomically. facts: how it was made; nothing reads them."""
+    content = {"token_ids": token_ids, **(facts or {})}
+    write_text(Path(folder) / VOCAB_FILE, json.dumps(content, separators=(",", ":")) + "\n")
 
 
 def read_draft_vocab(folder: str | Path, vocab_size: int) -> list[int] | None:

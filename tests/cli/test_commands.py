@@ -26,7 +26,7 @@ def test_help_names_every_command():
     text = exactspec("--help")
     commands = (
         "generate", "score", "bench", "check", "info", "demo", "serve", "train", "calibrate", "eval-draft",
-        "export-draft",
+        "draft-vocab", "export-draft",
     )  # fmt: skip
     for command in commands:
         assert command in text
