@@ -194,6 +194,8 @@ def parse(argv: Sequence[str]) -> ServeOptions:
             raise ConfigError(f"{name}: only 1 is supported")
     positional = values.pop("model")
     if positional:
+        if values["model_path"] not in ("", positional):
+            raise ConfigError(f"model_path: {values['model_path']!r} is given beside the model {positional!r}")
         values["model_path"] = positional
     random_weights = values.pop("random_weights")
     if random_weights is not None:

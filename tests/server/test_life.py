@@ -101,6 +101,9 @@ def test_a_port_that_is_taken_is_told_before_anything_loads() -> None:
             serve(parse(["model", "--port", str(port)]))
     with pytest.raises(ConfigError, match="port: must be from 0 to 65535"):
         parse(["model", "--port", "99999"])
+    with pytest.raises(ConfigError, match="model_path: 'other' is given beside the model 'model'"):
+        parse(["model", "--model-path", "other"])
+    assert parse(["model", "--model-path", "model"]).model_path == "model"
 
 
 def test_api_key() -> None:
