@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from exactspec.backend.base import LayerWeights
+from exactspec.errors import ConfigError
 from exactspec.train.ops import operators
 
 if TYPE_CHECKING:
@@ -143,8 +144,14 @@ class FrozenTarget:
 
     def make_cache(self, slots: int, length: int) -> StaticCache:
         shape = (self.spec.num_layers, slots, self.spec.num_kv_heads, length, self.spec.head_dim)
-        k = torch.zeros(shape, device=self.device, dtype=self.dtype)
-        return StaticCache(k, torch.zeros_like(k))
+        try:
+            k = torch.zeros(shape, device=self.device, dtype=self.dtype)
+            return StaticCache(k, torch.zeros_like(k))
+        except RuntimeError as error:  # of a CPU's allocator; torch.OutOfMemoryError of a device is one, too
+            raise ConfigError(
+                f"memory_tokens: a cache of {slots} slots of {length} tokens does not fit the memory of {self.device}: "
+                "set a lower one"
+            ) from error
 
     @torch.no_grad()
     def step(self, token_ids: Tensor, positions: Tensor, lengths: Tensor, cache: StaticCache) -> Tensor:

@@ -53,6 +53,8 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     _check_config(config, loaded)
     if options.draft_vocab_size > loaded.config.vocab_size:
         raise ConfigError(f"draft_vocab_size: must be at most {loaded.config.vocab_size}, the target's vocabulary")
+    if options.init_from is not None:  # before the data, which takes far longer than reading it
+        check_fit(load_block_model(options.init_from).config, _target_facts(loaded), str(options.init_from))
     num_shards = complete_shards(options.data_path)
     if not num_shards:
         num_shards = ranks.world_size

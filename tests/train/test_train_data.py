@@ -41,6 +41,11 @@ def greedy_answer(target, prompt, count):
     return tokens[len(prompt) :]
 
 
+def test_a_cache_beyond_the_memory_is_refused_by_the_setting():
+    with pytest.raises(ConfigError, match=r"memory_tokens: .* 1099511627776 slots"):
+        BatchGenerator(frozen(small_target()), [EOS_ID], slots=2**40, length=32)
+
+
 def test_slots_give_what_one_sequence_at_a_time_gives():
     """More jobs than slots, of unlike lengths: slots are refilled and old content must not leak."""
     target = frozen(small_target())

@@ -20,7 +20,7 @@ from train_fakes import CPU
 from exactspec.draft.block_model import block_attention_mask
 from exactspec.draft.checkpoint import load_block_model, save_block_model
 from exactspec.draft.vocabulary import read_draft_vocab
-from exactspec.errors import ConfigError
+from exactspec.errors import CheckpointError, ConfigError
 from exactspec.model.weights import LoadedTarget
 from exactspec.train.blocks import BlockBatch
 from exactspec.train.data import load_shards, pack, shard_name
@@ -252,6 +252,13 @@ def test_settings_that_changed_are_named_on_resume(target, tmp_path):
     train(toy_options(tmp_path, "dflash", steps=4), target, report=lambda metrics: None)
     with pytest.raises(ConfigError, match=r"seed: the run .* was started with 0, now it is 7"):
         train(toy_options(tmp_path, "dflash", steps=4, seed=7), target, report=lambda metrics: None)
+
+
+def test_a_draft_to_start_from_is_looked_for_before_data_is_made(target, tmp_path):
+    options = toy_options(tmp_path, "dflash", init_from=tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        train(options, loaded=target)
+    assert not list(options.data_path.glob("*.safetensors"))
 
 
 def test_a_folder_with_data_of_another_vocabulary_is_refused(target, tmp_path):
