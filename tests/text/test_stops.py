@@ -148,3 +148,19 @@ def test_trim_cuts_strings_only() -> None:
     assert trim("abc", "c", params) == "abc"
     assert trim("abc", 98, params) == "abc"
     assert trim("abc", "b", SamplingParams(stop=["b"], no_stop_trim=True)) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("(?x)a # one [\n\\s", "a\x1c"),
+        ("(?x) # it is (?# so\n\\w", "²"),
+        ("(?x: # [\n\\s)", "\x1c"),
+        ("(?x)(?-x:#[ab]\\s)", "#a\x1c"),
+        ("(?x)(?:a # )[\n)\\s", "a\x1c"),
+    ],
+)
+def test_comments_of_verbose_patterns_are_no_part_of_them(pattern: str, text: str) -> None:
+    check_stops(SamplingParams(stop_regex=(pattern,)))
+    assert re.search(pattern, text)
+    assert regex.search(as_re_means(pattern), text, flags=regex.VERSION0)
