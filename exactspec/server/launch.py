@@ -80,8 +80,9 @@ def _listen(host: str, port: int) -> socket.socket:
         families = {info[0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
         family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"port: cannot listen on {host}:{port}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # the latter: no host can have such a name
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise ConfigError(f"port: cannot listen on {host}:{port}: {reason or error}") from None
 
 
 async def _serve(options: ServeOptions, listener: socket.socket) -> int:

@@ -196,3 +196,11 @@ def test_engine_settings_are_what_the_engine_takes() -> None:
 
     settings = parse(["m", "--draft", "ngram"]).engine_settings()
     assert EngineConfig(**settings).draft == "ngram"
+
+
+def test_a_host_name_that_cannot_be_one_is_a_config_error() -> None:
+    from exactspec.errors import ConfigError
+    from exactspec.server.launch import _listen
+
+    with pytest.raises(ConfigError, match="port: cannot listen on"):
+        _listen("a" * 70 + ".x", 0)
