@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from exactspec.draft.factory import NAMES, RANDOM
 from exactspec.engine.build import assemble
 from exactspec.engine.config import EngineConfig
 from exactspec.errors import ConfigError
@@ -38,6 +40,18 @@ class Contender(Protocol):
         ...
 
 
+def check_name(name: str) -> None:
+    """Raises ConfigError for what is no name of an EngineContender. Cheap: nothing is loaded."""
+    draft, *options = name.split("+")
+    unknown = set(options) - {"confidence", "logprobs"}
+    if unknown:
+        raise ConfigError(f"contenders: {name}: unknown option {', '.join(sorted(unknown))}")
+    if draft not in ("plain", RANDOM, *NAMES) and not Path(draft).expanduser().is_dir():
+        raise ConfigError(
+            f"contenders: {draft!r} is neither plain, one of {', '.join(NAMES)}, a draft folder nor a peer"
+        )
+
+
 class EngineContender:
     """Our engine with one drafter over a target that contenders share.
 
@@ -56,10 +70,8 @@ class EngineContender:
         prefill_chunk: int = 512,
     ) -> None:
         self.name = name
+        check_name(name)
         draft, *options = name.split("+")
-        unknown = set(options) - {"confidence", "logprobs"}
-        if unknown:
-            raise ConfigError(f"contenders: {name}: unknown option {', '.join(sorted(unknown))}")
         self.logprobs = 5 if "logprobs" in options else logprobs
         config = EngineConfig(
             model=target.name,

@@ -88,6 +88,8 @@ def eval_draft(options: EvalOptions, out: Path | None = None) -> dict[str, Any]:
         raise ConfigError(f"num_prompts: must be at least 1, got {options.num_prompts}")
     if options.max_new_tokens < 2:  # the first token comes with the prompt, in no round
         raise ConfigError(f"max_new_tokens: must be at least 2, got {options.max_new_tokens}")
+    for path in options.prompts:
+        read_prompt_file(path)  # refused here, before a model is loaded
     cells: list[Cell] = []
     for acceptance in options.acceptances:
         temperatures = [t for t in options.temperatures if t > 0 or acceptance == options.acceptances[0]]

@@ -76,6 +76,8 @@ def bench(
 
     from exactspec.backend.select import select_backend
     from exactspec.bench.compare import read_json, write_json, write_plot
+    from exactspec.bench.contenders import check_name
+    from exactspec.bench.peers import PEERS
     from exactspec.bench.prompts import BUILT_IN, read_prompts
     from exactspec.model.loader import load_target
     from exactspec.model.target import TargetModel
@@ -83,6 +85,10 @@ def bench(
     if figures is not None:
         return write_plot(plot or Path("results/bench.png"), *read_json(figures))
     console = Console()
+    names = contenders.split(",")
+    for name in names:
+        if name not in PEERS:
+            check_name(name)
     texts = {path: read_prompts(path) for path in prompts or [BUILT_IN]}
     model = model if random_weights is None else f"random:{random_weights}"
     backend = select_backend(device, dtype, numerics)
@@ -91,7 +97,7 @@ def bench(
     facts = _floor(target, console) if steps else {}
     facts.update(model=model, dtype=str(target.dtype), backend=backend.name, temperature=temperature, batch=batch)
     settings = {"batch": batch, "logprobs": logprobs, "acceptance": acceptance, "prefill_chunk": prefill_chunk}
-    taking_part = _contenders(contenders.split(","), target, model, settings, console)
+    taking_part = _contenders(names, target, model, settings, console)
     lines = _compare(taking_part, groups, target, new_tokens, temperature, console)
     if json_out is not None:
         write_json(json_out, lines, facts)

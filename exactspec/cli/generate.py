@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from exactspec.cli import options as opt
+from exactspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from exactspec.engine.llm import StreamChunk
@@ -51,10 +52,7 @@ def generate(
     tp_size: opt.TpSize = 1,
 ) -> None:
     """Continue a prompt. The answer is the same with and without --draft; only the time differs."""
-    if random_weights is not None:  # no model is named: the first word is the prompt
-        model, prompt = f"random:{random_weights}", model if prompt is None else prompt
-    if prompt is None:
-        raise typer.BadParameter("give a model and a prompt")
+    model, prompt = _model_and_prompt(model, prompt, random_weights)
     from exactspec.engine.llm import LLM
     from exactspec.types import SamplingParams
 
@@ -96,6 +94,17 @@ def generate(
     for chunk in llm.stream(ids, params):
         _print_chunk(chunk, llm.tokenizer, show_logprobs=logprobs is not None)
     print()
+
+
+def _model_and_prompt(model: str, prompt: str | None, random_weights: str | None) -> tuple[str, str]:
+    """With random weights no model is named: the first word is the prompt."""
+    if random_weights is None:
+        if prompt is None:
+            raise typer.BadParameter("give a model and a prompt")
+        return model, prompt
+    if prompt is not None:
+        raise ConfigError("random_weights: stands instead of a model; give one of the two")
+    return f"random:{random_weights}", model
 
 
 def _print_chunk(chunk: StreamChunk, tokenizer: Tokenizer, *, show_logprobs: bool) -> None:

@@ -44,6 +44,10 @@ def score(
     """
     from exactspec.engine.llm import LLM
 
+    if top < 0:
+        raise ConfigError(f"top: must not be negative, got {top}")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"out: {out.parent} is no folder")
     records = list(_read(file))
     llm = LLM(model, device=device, dtype=dtype, numerics=numerics, context_length=context_length, kv_tokens=kv_tokens)
     sink = open(out, "w", encoding="utf-8") if out is not None else sys.stdout  # noqa: SIM115 - closed below
@@ -87,6 +91,8 @@ def _read(file: str) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"{file}, line {number}: not JSON ({error})") from None
         if not isinstance(record.get("text"), str) and not _has_choices(record):
             raise ConfigError(f'{file}, line {number}: expected "text", or "prompt" and "choices"')
+        if record.get("text") == "":
+            raise ConfigError(f'{file}, line {number}: "text" is empty')
         yield record
 
 

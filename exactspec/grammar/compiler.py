@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from exactspec.errors import ConfigError, RequestError
 from exactspec.grammar.owner import MaskOwner
-from exactspec.grammar.patterns import in_ascii, misread, needs_escapes, rewritten, without_newlines
+from exactspec.grammar.patterns import in_ascii, misread, needs_escapes, rewritten, same_meaning, without_newlines
 from exactspec.grammar.schema import check_schema, nodes, patterns
 from exactspec.grammar.utf8 import CharacterGuard
 from exactspec.types import SamplingParams
@@ -211,6 +211,9 @@ def _with_json_patterns(text: str, write: Callable[[str], str]) -> str:
     """
     schema = json.loads(text)
     found = [(place, node, [*patterns(node)]) for place, node in nodes(schema)]
+    for place, node, _ in found:
+        if twice := same_meaning(node):
+            raise RequestError("json_schema", f"patternProperties at {place} names {twice!r} twice")
     changed = [rewritten(node) for _, node, _ in found]
     for place, _, own in found:
         for pattern in own:

@@ -93,6 +93,14 @@ def needs_escapes(rules: Iterable[str]) -> bool:
     return any("\\" in rule or "[^" in rule for rule in rules if "json_string=true" not in rule)
 
 
+def same_meaning(node: dict[str, Any]) -> str | None:
+    """A name in `patternProperties` that another one repeats in other characters; None if there is none."""
+    properties = node.get("patternProperties")
+    names = list(properties) if isinstance(properties, dict) else []
+    seen = [in_ascii(name) for name in names]
+    return next((name for at, name in enumerate(names) if seen[at] in seen[:at]), None)
+
+
 def rewritten(node: dict[str, Any]) -> bool:
     """Puts the patterns of a schema in ASCII, in place. Returns whether anything has changed."""
     changed = False

@@ -20,6 +20,9 @@ def _option(default: Any, text: str | None, *, also: Sequence[str] = ()) -> Any:
     return field(default=default, metadata={"help": text, "also": tuple(also)})
 
 
+ALGORITHMS = ("DFLASH", "DSPARK", "NGRAM", "NONE")
+
+
 @dataclass(frozen=True)
 class ServeOptions:
     """What the server is started with. `engine_settings` gives the engine's share."""
@@ -83,9 +86,12 @@ class ServeOptions:
             raise ConfigError("draft: give it or the speculative_* options, not both")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port: must be from 0 to 65535, got {self.port}")
-        for name in ("max_body_mb", "max_n", "max_batch", "stream_interval"):
+        for name in ("max_body_mb", "max_n", "max_batch", "stream_interval", "max_restarts"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}: must not be negative")
+        if self.speculative_algorithm.upper() not in ("", *ALGORITHMS):
+            known = ", ".join(ALGORITHMS)
+            raise ConfigError(f"speculative_algorithm: must be one of {known}, got {self.speculative_algorithm!r}")
 
     @property
     def model_name(self) -> str:

@@ -11,21 +11,22 @@ from exactspec.errors import ConfigError
 FORMS = '{"turns": [text, ...]}, {"prompt": text}, {"text": text} or {"messages": [...]}'
 
 
-def read_prompt_file(path: Path) -> list[str]:
-    """The first user turn of every line that is not blank. Raises ConfigError naming file and line."""
+def read_prompt_file(path: Path, option: str = "prompts") -> list[str]:
+    """The first user turn of every line that is not blank. Raises ConfigError naming file and line, after the option
+    that the file was given for."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompts: {path} cannot be read ({error})") from error
+        raise ConfigError(f"{option}: {path} cannot be read ({error})") from error
     prompts = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 prompts.append(_first_turn(json.loads(line)))
             except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
-                raise ConfigError(f"prompts: {path}, line {number}: expected {FORMS} ({error})") from error
+                raise ConfigError(f"{option}: {path}, line {number}: expected {FORMS} ({error})") from error
     if not prompts:
-        raise ConfigError(f"prompts: {path} holds no prompt")
+        raise ConfigError(f"{option}: {path} holds no prompt")
     return prompts
 
 

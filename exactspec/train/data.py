@@ -166,7 +166,7 @@ class _Maker:
                 f"max_answer: {options.max_answer} leaves no room for a prompt: the target's context, or its sliding "
                 f"window, is {self.longest} tokens"
             )
-        unseen = [text for path in options.exclude for text in read_prompt_file(path)]
+        unseen = [text for path in options.exclude for text in read_prompt_file(path, "exclude")]
         self.filter = PromptFilter(unseen, options.exclude_words)
         self.started = time.monotonic()
 

@@ -133,6 +133,11 @@ def test_info(tiny_folder):
         (["check", "{tiny}", "--batches", "1,x"], "batches"),
         (["bench", "--model", "{tiny}", "--contenders", "plain", "--no-steps", "--limit", "0"], "limit 0"),
         (["bench", "--model", "{tiny}", "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["bench", "--model", "/nowhere", "--contenders", "zz"], "contenders: 'zz'"),
+        (["score", "/nowhere", "/nowhere.jsonl", "--top", "-1"], "top: "),
+        (["score", "/nowhere", "/nowhere.jsonl", "--out", "/no/such/folder/x"], "out: /no/such/folder"),
+        (["eval-draft", "--target", "/nowhere", "--draft", "ngram", "--prompts", "/x.jsonl"], "prompts: /x.jsonl"),
+        (["generate", "{tiny}", "x", "--random-weights", "smollm2-135m"], "random_weights"),
         (["generate", "./nowhere", "x"], "./nowhere"),
         (
             ["eval-draft", "--target", "{tiny}", "--draft", "ngram", "--prompts", "/x", "--temperatures", "a"],
@@ -150,6 +155,8 @@ def test_a_bad_line_in_a_file_is_named(tiny_folder, tmp_path: Path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "fine"}\n{"nothing": 1}\n')
     assert "line 2" in exactspec("score", str(tiny_folder), str(file), status=2)
+    file.write_text('{"text": "fine"}\n\n{"text": ""}\n')
+    assert 'line 3: "text" is empty' in exactspec("score", str(tiny_folder), str(file), status=2)
 
 
 def test_choices_that_cannot_be_compared_are_refused(tiny_folder, tmp_path: Path):

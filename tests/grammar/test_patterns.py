@@ -135,3 +135,10 @@ def test_spellings() -> None:
     assert without_newlines(r"a.[.]\.(?:.)") == r"a[^\n][.]\.(?:[^\n])"
     for pattern in ("^(a|b)$", "^a|b$", "(^a)", "(a$)", "^$", "", "[^^$]", r"\^\$", "^(?:a|^b)", r"\u{1f600}", "a+?"):
         assert misread(pattern) is None, pattern
+
+
+def test_two_names_of_one_meaning_are_refused() -> None:
+    """The compiler gets names in ASCII, where these are one: it would keep the second rule alone."""
+    schema = {"type": "object", "patternProperties": {"é": {"type": "null"}, "\\u00e9": {"type": "string"}}}
+    with pytest.raises(RequestError, match=r"patternProperties at .* twice"):
+        owner(json_schema=json.dumps(schema))

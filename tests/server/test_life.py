@@ -186,6 +186,8 @@ def test_options_that_contradict_are_refused_by_name() -> None:
         (["m", "--gamma", "3", "--speculative-num-draft-tokens", "4"], "gamma"),
         (["m", "--draft", "ngram", "--speculative-algorithm", "NGRAM"], "draft"),
         (["m", "--speculative-num-draft-tokens", "1"], "speculative_num_draft_tokens"),
+        (["m", "--speculative-algorithm", "EAGLE"], "speculative_algorithm: must be one of DFLASH, .* got 'EAGLE'"),
+        (["m", "--max-restarts", "-1"], "max_restarts"),
     ):
         with pytest.raises(ConfigError, match=word):
             parse(argv)
