@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from conftest import Running
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from exactspec.server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
@@ -49,13 +49,15 @@ def requests(draw: Any) -> tuple[str, dict[str, Any]]:
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(requests())
+@example(("/v1/completions", {"prompt": "\x85"}))  # a line end to `splitlines`, inside a string of JSON
+@example(("/v1/completions", {"prompt": "\x85", "stream": True}))
 def test_odd_values_never_break_the_server(server: Running, request: tuple[str, dict[str, Any]]) -> None:
     path, body = request
     response = server.post(path, body)
     assert response.status_code < 500, (path, body, response.text)
-    for line in response.text.splitlines():
-        if body.get("stream") and response.status_code == 200:
-            line = line.removeprefix("data: ")
+    is_stream = response.headers["content-type"].startswith("text/event-stream")
+    for line in response.text.splitlines() if is_stream else [response.text]:
+        line = line.removeprefix("data: ") if is_stream else line
         if line and line != "[DONE]":
             json.loads(line, parse_constant=lambda name: (_ for _ in ()).throw(ValueError(name)))
 
