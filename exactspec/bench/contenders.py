@@ -40,8 +40,8 @@ class Contender(Protocol):
         ...
 
 
-def check_name(name: str) -> None:
-    """Raises ConfigError for what is no name of an EngineContender. Cheap: nothing is loaded."""
+def parse_name(name: str) -> tuple[str, list[str]]:
+    """Draft ("plain": none) and options of an EngineContender. Raises ConfigError for other names; loads nothing."""
     draft, *options = name.split("+")
     unknown = set(options) - {"confidence", "logprobs"}
     if unknown:
@@ -50,6 +50,7 @@ def check_name(name: str) -> None:
         raise ConfigError(
             f"contenders: {draft!r} is neither plain, one of {', '.join(NAMES)}, a draft folder nor a peer"
         )
+    return draft, options
 
 
 class EngineContender:
@@ -70,8 +71,7 @@ class EngineContender:
         prefill_chunk: int = 512,
     ) -> None:
         self.name = name
-        check_name(name)
-        draft, *options = name.split("+")
+        draft, options = parse_name(name)
         self.logprobs = 5 if "logprobs" in options else logprobs
         config = EngineConfig(
             model=target.name,

@@ -10,7 +10,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -88,13 +88,12 @@ def eval_draft(options: EvalOptions, out: Path | None = None) -> dict[str, Any]:
         raise ConfigError(f"num_prompts: must be at least 1, got {options.num_prompts}")
     if options.max_new_tokens < 2:  # the first token comes with the prompt, in no round
         raise ConfigError(f"max_new_tokens: must be at least 2, got {options.max_new_tokens}")
-    for path in options.prompts:
-        read_prompt_file(path)  # refused here, before a model is loaded
+    turns = {path: read_prompt_file(path) for path in options.prompts}  # refused here, before a model is loaded
     cells: list[Cell] = []
     for acceptance in options.acceptances:
         temperatures = [t for t in options.temperatures if t > 0 or acceptance == options.acceptances[0]]
         if temperatures:
-            cells += _run_cells(options, acceptance, temperatures)
+            cells += _run_cells(options, turns, acceptance, temperatures)
     report = make_report(options, cells)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -103,11 +102,13 @@ def eval_draft(options: EvalOptions, out: Path | None = None) -> dict[str, Any]:
     return report
 
 
-def _run_cells(options: EvalOptions, acceptance: Acceptance, temperatures: Sequence[float]) -> list[Cell]:
+def _run_cells(
+    options: EvalOptions, turns: Mapping[Path, list[str]], acceptance: Acceptance, temperatures: Sequence[float]
+) -> list[Cell]:
     llm = LLM(options.target, draft=options.draft, acceptance=acceptance, device=options.device, **options.engine)
     cells = []
     for path in options.prompts:
-        ids = choose_prompts(llm, path, options)
+        ids = choose_prompts(llm, path, turns[path], options)
         for temperature in temperatures:
             params = [
                 SamplingParams(max_new_tokens=options.max_new_tokens, temperature=temperature, seed=options.seed + i)
@@ -123,12 +124,12 @@ def _run_cells(options: EvalOptions, acceptance: Acceptance, temperatures: Seque
     return cells
 
 
-def choose_prompts(llm: LLM, path: Path, options: EvalOptions) -> list[list[int]]:
-    """Token ids of the seeded choice. Raises ConfigError where no prompt is short enough."""
-    turns = read_prompt_file(path)
-    random.Random(options.seed).shuffle(turns)
+def choose_prompts(llm: LLM, path: Path, turns: Sequence[str], options: EvalOptions) -> list[list[int]]:
+    """Token ids of the seeded choice among the turns of `path`. Raises ConfigError where none is short enough."""
+    shuffled = list(turns)
+    random.Random(options.seed).shuffle(shuffled)
     chosen: list[list[int]] = []
-    for turn in turns:
+    for turn in shuffled:
         if len(chosen) == options.num_prompts:
             break
         has_template = llm.tokenizer.has_chat_template

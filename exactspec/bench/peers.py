@@ -20,7 +20,6 @@ from exactspec.model.hub import resolve_model
 from exactspec.model.loader import RANDOM, open_checkpoint
 from exactspec.model.target import TargetModel
 
-PEERS = ("transformers", "transformers-ngram", "transformers-dflash", "llama.cpp", "llama.cpp-ngram")
 PROMPT_LOOKUP_TOKENS = 7  # as many drafts a round as our n-gram drafter
 
 
@@ -234,3 +233,4 @@ THEIR_DRAFTS: dict[str, Callable[[TargetModel], dict[str, Any]]] = {
     "transformers-ngram": _prompt_lookup,
     "transformers-dflash": _their_dflash,
 }
+PEERS = (*THEIR_DRAFTS, "llama.cpp", "llama.cpp-ngram")

@@ -76,7 +76,7 @@ def bench(
 
     from exactspec.backend.select import select_backend
     from exactspec.bench.compare import read_json, write_json, write_plot
-    from exactspec.bench.contenders import check_name
+    from exactspec.bench.contenders import parse_name
     from exactspec.bench.peers import PEERS
     from exactspec.bench.prompts import BUILT_IN, read_prompts
     from exactspec.model.loader import load_target
@@ -88,7 +88,7 @@ def bench(
     names = contenders.split(",")
     for name in names:
         if name not in PEERS:
-            check_name(name)
+            parse_name(name)  # refused here, before anything is timed
     texts = {path: read_prompts(path) for path in prompts or [BUILT_IN]}
     model = model if random_weights is None else f"random:{random_weights}"
     backend = select_backend(device, dtype, numerics)
