@@ -24,7 +24,7 @@ from exactspec.draft.base import DraftAdjust, NoiseRows
 from exactspec.draft.heads import MarkovHead
 from exactspec.sampling.argmax import lowest_argmax
 from exactspec.sampling.filters import Filters, filter_dense
-from exactspec.sampling.noise import NoiseStream
+from exactspec.sampling.noise import NoiseStream, round_seed
 from exactspec.types import RunningRequest, SamplingParams
 
 NUM_BUCKETS = 2048
@@ -64,7 +64,10 @@ class DrawPlan:
         num_requests = len(self.inverse_temperature)
         if not self.any_sampled:
             return None
-        seeds = [seed for seed in self.seeds for _ in range(gamma)]
+        own = self.seeds
+        if stream == NoiseStream.DRAFT:
+            own = [round_seed(seed, first) for seed, first in zip(own, self.positions, strict=True)]
+        seeds = [seed for seed in own for _ in range(gamma)]
         positions = [first + k for first in self.positions for k in range(gamma)]
         drawn = self.noise(seeds, positions, stream).unflatten(0, (-1, gamma))
         if len(self.sampled_rows) == num_requests:

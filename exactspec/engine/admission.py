@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from exactspec.errors import RequestError
 from exactspec.types import Request, SamplingParams
 
+RESERVED_ROWS = 16  # no fewer rows of the pool stay beyond an answer that has no limit of its own
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -22,10 +24,12 @@ class Limits:
 
 
 def max_total_tokens(request: Request, limits: Limits) -> int:
-    """Prompt and output together may grow to this many tokens."""
+    """Prompt and output together may grow to this many tokens. Without a limit of its own a request has what the
+    context leaves, or a smaller pool: as much whatever the draft, unless its blocks are longer than usual."""
     limit = request.params.max_new_tokens
     if limit is None:
-        return min(limits.context_length, max(len(request.prompt_ids) + 1, limits.pool_tokens - limits.block_rows))
+        room = limits.pool_tokens - max(limits.block_rows, RESERVED_ROWS)
+        return min(limits.context_length, max(len(request.prompt_ids) + 1, room))
     return len(request.prompt_ids) + limit
 
 
@@ -72,9 +76,12 @@ def _check_length(request: Request, limits: Limits) -> None:
             "max_new_tokens",
             f"{prompt_len} prompt tokens + {limit} exceed the context length of {limits.context_length}",
         )
-    if limit is None and request.params.min_new_tokens > limits.context_length - prompt_len:
-        raise RequestError("min_new_tokens", f"exceeds what the context length of {limits.context_length} leaves")
-    needed = max_total_tokens(request, limits) + limits.block_rows
+    most = max_total_tokens(request, limits)
+    if limit is None and request.params.min_new_tokens > most - prompt_len:
+        raise RequestError(
+            "min_new_tokens", f"exceeds the {most - prompt_len} tokens that context length and pool leave"
+        )
+    needed = most + limits.block_rows
     if needed > limits.pool_tokens:
         raise RequestError(
             "max_new_tokens",

@@ -19,7 +19,7 @@ from exactspec.backend.cuda import sampling
 from exactspec.backend.cuda.decode import RoundInputs, draw_step
 from exactspec.backend.cuda.linear import CudaLinear
 from exactspec.draft.block import BlockDrafter
-from exactspec.sampling.noise import NoiseStream
+from exactspec.sampling.noise import NoiseStream, round_seeds
 from exactspec.verify.accept import LARGEST_COIN, accepts, residual_weights
 
 ROWS_AT_ONCE = 128  # rows of V probabilities that exist at a time while drafts are judged
@@ -58,6 +58,7 @@ def draw_block_with_probs(
     base = drafter.output.lm_head(hidden.flatten(0, 1)).view(count, gamma, -1)
     head, w1, w2 = drafter.drawer.head, drafter.drawer.w1, drafter.output.markov_w2
     temperatures, seeds, positions = noise
+    seeds = round_seeds(seeds, positions)
     state = None if head is None else head.start(hidden[:, 0])
     previous = anchors
     for k in range(gamma):

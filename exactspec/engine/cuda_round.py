@@ -131,6 +131,9 @@ class CudaRoundRunner(RoundRunner):
             self._draft_probs()  # where there is no memory for it, that shows at start
         self._simulated = policy.simulated if isinstance(policy, AcceptByDecree) else None
 
+    def forget(self) -> None:
+        self.stage.forget()
+
     @property
     def _by_block(self) -> bool:
         return isinstance(self.drafter, BlockDrafter)

@@ -148,7 +148,8 @@ class RoundStage:
         self._rows[Field.PAGE_INDEX] = -1
         self._requests: list[RunningRequest] = []  # of the last round, in the order of its rows
         self._seats: list[_Seat] = []  # theirs
-        self._free = list(range(most - 1, -1, -1))
+        self._free: list[int] = []
+        self.forget()
         self.wait_seconds = 0.0  # spent waiting for the device, ever
 
     @property
@@ -208,6 +209,11 @@ class RoundStage:
         np.copyto(slot.rows, rows)
         self.message.copy_(slot.message, non_blocking=True)
         return slot
+
+    def forget(self) -> None:
+        """Nobody has a seat: whoever is seated next is told to the device from the start."""
+        self._requests, self._seats = [], []
+        self._free = list(range(self.message.shape[1] - 1, -1, -1))
 
     def _take_seats(self, requests: list[RunningRequest]) -> None:
         known = dict(zip(self._requests, self._seats, strict=True))

@@ -21,6 +21,7 @@ from exactspec.engine.runner import make_runner
 from exactspec.engine.scoring import Scorer
 from exactspec.engine.verify_policy import VerifyPolicy
 from exactspec.grammar import GrammarCompiler, needs_grammar
+from exactspec.logprobs.processor import lost_row
 from exactspec.model.target import TargetModel
 from exactspec.sampling.adjust import OutputHistory
 from exactspec.sampling.sampler import Sampler, sampling_support
@@ -36,6 +37,8 @@ from exactspec.types import (
     TokenSource,
 )
 from exactspec.verify.accept import AcceptResult, outcome_sources
+
+_NOT_FINITE = FinishReason("abort", message="logits: the row of the next token holds NaN or no finite entry")
 
 
 @contextmanager
@@ -93,7 +96,9 @@ class Engine:
         )
         self.rounds = RoundPipeline(self.scheduler, config.overlap)
         self.metrics = EngineMetrics()
-        self._ended: list[StepOutput] = []  # aborted between steps, reported by the next one
+        self._outputs: list[StepOutput] = []  # not handed out yet: of this step, or of aborts since the last one
+        self._halfway: RunningRequest | None = None  # committed in part, nothing told
+        self._overruns: dict[str, str] = {}  # requests that must not go on after this step, and why
 
     # ---- requests in and out -------------------------------------------------------------------------
 
@@ -133,16 +138,17 @@ class Engine:
         if request is None:
             return False
         self.drafter.forget(request)
-        self._ended.append(self._output(request, FinishReason("abort", message=message)))
+        self._outputs.append(self._output(request, FinishReason("abort", message=message)))
         return True
 
     def take_ended(self) -> list[StepOutput]:
-        """The last outputs of requests aborted since the last step, for those who cannot wait for the next one."""
-        outputs, self._ended = self._ended, []
+        """What the next step would report before it runs, the last outputs of aborted requests above all: for those who
+        cannot wait for it."""
+        outputs, self._outputs = self._outputs, []
         return outputs
 
     def has_work(self) -> bool:
-        return bool(self._ended) or not self.scheduler.idle
+        return bool(self._outputs) or not self.scheduler.idle
 
     def retract_running(self) -> None:
         """Sends every running request back to the queue, from where it goes on with the next steps, unchanged (C1)."""
@@ -173,45 +179,53 @@ class Engine:
     # ---- the step ------------------------------------------------------------------------------------
 
     def step(self) -> list[StepOutput]:
-        """Runs one step over all requests; returns what it adds to each, ends included."""
+        """Runs one step over all requests; returns what it adds to each, ends included.
+
+        After an exception the requests go on with the next step as if this one had not been; what it had committed by
+        then is reported by the next one.
+        """
         with _no_collections():
             try:
-                return self._step()
+                self._step()
             except BaseException:
-                self.rounds.drop()
+                self._recover()
                 raise
+        outputs, self._outputs = self._outputs, []
+        self._end_overruns()
+        return outputs
 
-    def _step(self) -> list[StepOutput]:
-        outputs, self._ended = self._ended, []
+    def _recover(self) -> None:
+        self.rounds.drop()
+        self.runner.forget()
+        if self._halfway is not None:
+            request_id, self._halfway = self._halfway.request.request_id, None
+            self.abort(request_id, "the step failed that was about to report its newest tokens")
+
+    def _end_overruns(self) -> None:
+        """Aborts requests that held up the step for too long; the last outputs come with the next one."""
+        overruns, self._overruns = self._overruns, {}
+        for request_id, reason in overruns.items():
+            self.abort(request_id, reason)
+
+    def _step(self) -> None:
         result = self.rounds.next(self.runner)
-        if result is None:
-            return outputs
         if isinstance(result, DecodedRound):
-            return outputs + self._commit_decoded(result)
-        prefills = [block for block in result.blocks if block.is_prefill]
-        for block in prefills:
-            self._commit_prefill(block, result)
-        return outputs + self._commit_draws(result) + self._finish_unsampled(prefills)
+            self._commit_decoded(result)
+        elif result is not None:
+            self._commit_blocks(result)
 
-    def _commit_prefill(self, block: Block, result: RoundResult) -> None:
-        """Notes a prefill chunk as written and scores its prompt rows; draws are committed after."""
-        request = block.request
-        self.scorer.score_prompt(block, result.hidden)
-        if request.request.return_hidden_states and request.num_output == 0:
-            rows = result.hidden[block.first_row : block.first_row + block.num_rows].clone()
-            request.prompt_hidden = [*(request.prompt_hidden or []), rows]
-        request.kv_len = block.start + block.num_rows
-        self.scheduler.prefilled(request)
-
-    def _commit_decoded(self, decoded: DecodedRound) -> list[StepOutput]:
-        """What `_commit_draws` does, for requests of which nothing else is wanted: in one pass over columns."""
+    def _commit_decoded(self, decoded: DecodedRound) -> None:
+        """What `_commit_blocks` does, for requests of which nothing else is wanted: in one pass over columns."""
         outputs = []
         for request, tokens, accepted, verified, drafted, entries in zip(
             decoded.requests, decoded.tokens, decoded.accepted, decoded.verified, decoded.drafted, decoded.scored,
             strict=True,
         ):  # fmt: skip
             stats, committed = request.stats, len(tokens)
-            count, finish = append_until_stop(request, tokens)
+            lost = None if entries is None else lost_row(entries)
+            count, finish = append_until_stop(request, tokens if lost is None else tokens[:lost])
+            if lost is not None and finish is None:
+                finish = _NOT_FINITE
             request.kv_len = len(request.token_ids) - 1
             stats.note_round(drafted, verified, accepted, committed)
             sources = outcome_sources(accepted, verified)[:count]
@@ -220,49 +234,69 @@ class Engine:
             outputs.append(StepOutput(request.request.request_id, tokens, entries, sources, finish, stats))
             if finish is not None:
                 self._finish(request)
+        self._outputs += outputs
         self.metrics.note_rounds(decoded.accepted, decoded.verified, sum(decoded.drafted))
         self.metrics.note_outputs(outputs)
-        return outputs
 
-    def _commit_draws(self, result: RoundResult) -> list[StepOutput]:
-        emitted = [
-            self._emit(block, accept) for block, accept in zip(result.sampled_blocks, result.accepted, strict=True)
-        ]
-        logprobs = self.scorer.score_outputs(result, [max(count, 1) for count, _ in emitted])
-        outputs = []
-        for number, (block, (count, finish)) in enumerate(zip(result.sampled_blocks, emitted, strict=True)):
-            outputs.append(self._describe(number, count, finish, result, logprobs[number]))
-            if finish is not None:
-                self._finish(block.request)
+    def _commit_blocks(self, result: RoundResult) -> None:
+        """Scores all, which may fail and can be done again; then commits and reports request by request."""
+        lost_prompts = {
+            block.request
+            for block in result.blocks
+            if block.is_prefill and not self.scorer.score_prompt(block, result.hidden)
+        }
+        logprobs = self.scorer.score_outputs(result)
+        outputs, number = [], 0
+        for block in result.blocks:
+            request = self._halfway = block.request
+            if block.is_prefill:
+                self._commit_prefill(block, result)
+            output = None
+            if request in lost_prompts:
+                request.prompt_logprobs = None
+                output = self._output(request, _NOT_FINITE)
+            elif block.num_sampled:
+                output = self._emit(block, number, result, logprobs[number])
+            elif request.kv_len == request.prompt_len == request.max_tokens:  # scoring, without even a draw to report
+                output = self._output(request, FinishReason("length"))
+            number += block.num_sampled > 0
+            if output is not None:
+                self._report(request, output)
+                outputs.append(output)
+            self._halfway = None
         self.metrics.note_step(result, outputs)
-        return outputs
 
-    def _emit(self, block: Block, accept: AcceptResult) -> tuple[int, FinishReason | None]:
-        """Commits what a block's draws mean for its request: tokens, lengths, counts. Returns how many tokens it emits,
-        and its end, if it has come."""
-        request, tokens = block.request, accept.tokens
-        if (
-            block.is_prefill and request.max_tokens == request.prompt_len
-        ):  # scoring: the draw is reported, never emitted
-            return 0, FinishReason("length")
-        count, finish = append_until_stop(request, tokens)
-        if request.history is not None:
-            request.history.advance(tokens[:count])
-        if not block.is_prefill:
-            request.kv_len = min(block.start + 1 + accept.num_accepted, len(request.token_ids) - 1)
-            request.stats.note_round(block.num_drafted, len(block.drafts), accept.num_accepted, len(tokens))
-        return count, finish
+    def _report(self, request: RunningRequest, output: StepOutput) -> None:
+        self._outputs.append(output)
+        if output.finish is not None:
+            self._finish(request)
+        elif request.grammar is not None and request.grammar.overrun is not None:
+            self._overruns[request.request.request_id] = request.grammar.overrun
 
-    def _describe(
-        self, number: int, count: int, finish: FinishReason | None, result: RoundResult, logprobs: list | None
-    ) -> StepOutput:
-        block, accept = result.sampled_blocks[number], result.accepted[number]
+    def _commit_prefill(self, block: Block, result: RoundResult) -> None:
+        """Notes a prefill chunk as written; its draw, if any, is committed after."""
         request = block.request
+        if request.request.return_hidden_states and request.num_output == 0:
+            rows = result.hidden[block.first_row : block.first_row + block.num_rows].clone()
+            request.prompt_hidden = [*(request.prompt_hidden or []), rows]
+        request.kv_len = block.start + block.num_rows
+        self.scheduler.prefilled(request)
+
+    def _emit(self, block: Block, number: int, result: RoundResult, entries: list[TokenLogprob] | None) -> StepOutput:
+        """Commits what a block's draws mean for its request (tokens, lengths, counts, an end) and describes it."""
+        request, accept = block.request, result.accepted[number]
+        lost = None if entries is None else lost_row(entries)
+        count = 0
+        finish: FinishReason | None = FinishReason("length")  # of scoring: the draw is reported, never emitted
+        if not block.is_prefill or request.max_tokens > request.prompt_len:
+            count, finish = self._append(block, accept, accept.tokens[:lost])
+        if lost is not None and (finish is None or not count):
+            finish = _NOT_FINITE
         output = self._output(request, finish, accept.tokens[:count], accept.sources[:count])
-        if logprobs is not None:
-            output.logprobs = logprobs[:count]
-            if count == 0:
-                output.next_token = logprobs[0]
+        if entries is not None:
+            output.logprobs = entries[:count]
+            if count == 0 and lost is None:
+                output.next_token = entries[0]
         if request.request.return_hidden_states:
             first_row = block.sampled_rows.start
             output.hidden_states = [result.hidden[first_row + i].clone() for i in range(count)]
@@ -271,16 +305,16 @@ class Engine:
             output.sampling_mask = sampling_support(result.sampled, list(range(first, first + count)))
         return output
 
-    def _finish_unsampled(self, prefills: list[Block]) -> list[StepOutput]:
-        """Scoring requests that did not even ask for the next token end when their prefill does."""
-        outputs = []
-        for block in prefills:
-            request = block.request
-            done = request.kv_len == request.prompt_len == request.max_tokens
-            if done and not block.num_sampled:
-                outputs.append(self._output(request, FinishReason("length")))
-                self._finish(request)
-        return outputs
+    def _append(self, block: Block, accept: AcceptResult, tokens: list[int]) -> tuple[int, FinishReason | None]:
+        """How many of the tokens the request emits, and its end, if it has come."""
+        request = block.request
+        count, finish = append_until_stop(request, tokens)
+        if request.history is not None:
+            request.history.advance(tokens[:count])
+        if not block.is_prefill:
+            request.kv_len = min(block.start + 1 + accept.num_accepted, len(request.token_ids) - 1)
+            request.stats.note_round(block.num_drafted, len(block.drafts), accept.num_accepted, len(accept.tokens))
+        return count, finish
 
     def _output(
         self,

@@ -10,7 +10,9 @@ from typing import Any, Self
 from exactspec.engine.build import build_engine
 from exactspec.engine.config import EngineConfig
 from exactspec.engine.engine import Engine
+from exactspec.engine.interrupts import held_interrupts
 from exactspec.errors import RequestError
+from exactspec.grammar import needs_grammar
 from exactspec.sampling.seeds import fresh_seed, sample_seed
 from exactspec.text.stream import TextStream
 from exactspec.types import (
@@ -175,6 +177,8 @@ class LLM:
                 self._count += 1
                 request = Request(f"local-{self._count}", ids, chosen, sample_seed(seed, index))
                 self.engine.check(request)
+                if needs_grammar(chosen):
+                    self.engine.grammars.compile(chosen)  # kept for when it is queued
                 pending[request.request_id] = _Pending(request, TextStream(self.tokenizer, chosen))
         return pending
 
@@ -187,10 +191,11 @@ class LLM:
         self._mailboxes.update(dict.fromkeys(pending, mailbox))
         try:
             while unfinished:
-                while waiting and self.engine.scheduler.num_waiting < room:
-                    self.engine.add(pending[waiting.pop(0)].request)
-                if not mailbox:
-                    self._deliver(self.engine.step())
+                with held_interrupts():
+                    while waiting and self.engine.scheduler.num_waiting < room:
+                        self.engine.add(pending[waiting.pop(0)].request)
+                    if not mailbox:
+                        self._deliver(self.engine.step())
                 outputs = mailbox.copy()
                 mailbox.clear()
                 for output in outputs:
@@ -198,11 +203,12 @@ class LLM:
                         unfinished.discard(output.request_id)
                     yield output
         finally:
-            for request_id in pending:
-                del self._mailboxes[request_id]
-            for request_id in unfinished:
-                self.engine.abort(request_id)
-            self._deliver(self.engine.take_ended())
+            with held_interrupts():
+                for request_id in pending:
+                    del self._mailboxes[request_id]
+                for request_id in unfinished:
+                    self.engine.abort(request_id)
+                self._deliver(self.engine.take_ended())
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """A step serves every open stream: each finds its outputs when it is read next."""

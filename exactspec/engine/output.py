@@ -42,10 +42,8 @@ def append_until_stop(request: RunningRequest, committed: Sequence[int]) -> tupl
 def _end_at(request: RunningRequest, token_id: int) -> FinishReason | None:
     if request.grammar is not None:
         request.grammar.advance([token_id])
-        if request.grammar.overrun is not None:  # this request ends, the others go on
-            return FinishReason("abort", message=request.grammar.overrun)
     matched = request.stop_checker.append(token_id) if request.stop_checker is not None else None
-    if isinstance(matched, SlowPattern):  # likewise
+    if isinstance(matched, SlowPattern):  # this request ends, the others go on
         return FinishReason("abort", message=matched.reason)
     if matched is not None:
         return FinishReason("stop", matched=matched)

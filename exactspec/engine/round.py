@@ -120,6 +120,9 @@ class RoundRunner:
             self.policy.note_times(rows, ended - drafted, len(plan.decodes) * drafting, drafted - began - caught_up)
         return result
 
+    def forget(self) -> None:
+        """A step has failed: what the runner believes a device to know may be false."""
+
     def _can_draft(self, decodes: Sequence[RunningRequest]) -> bool:
         """Somebody has a use for drafts. Else nothing is made and its time says nothing of what drafts cost."""
         return self.drafter.gamma > 0 and any(request.draft_room for request in decodes)

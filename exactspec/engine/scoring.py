@@ -6,7 +6,14 @@ from torch import Tensor
 
 from exactspec.engine.batch import Block
 from exactspec.engine.round import RoundResult
-from exactspec.logprobs.processor import LogprobPlan, compute_logprobs, output_plan, prompt_plan, row_logprobs
+from exactspec.logprobs.processor import (
+    LogprobPlan,
+    compute_logprobs,
+    lost_row,
+    output_plan,
+    prompt_plan,
+    row_logprobs,
+)
 from exactspec.model.target import TargetModel
 from exactspec.sampling.row_ops import row_ops
 from exactspec.types import TokenLogprob
@@ -22,8 +29,9 @@ class Scorer:
         self.valid_vocab = valid_vocab
         self.ops = row_ops(target.backend)  # the sampler's own: prompt and output logprobs must share their bits
 
-    def score_prompt(self, block: Block, hidden: Tensor) -> None:
-        """Adds the entries that a prefill chunk makes known to block.request.prompt_logprobs, in order.
+    def score_prompt(self, block: Block, hidden: Tensor) -> bool:
+        """Adds the entries that a prefill chunk makes known to block.request.prompt_logprobs, in order. May be called
+        again for the same chunk. False if one of them is of a row that is lost.
 
         The row at position p scores the prompt token at p + 1; position 0 has no row before it and gets a None.
         """
@@ -31,7 +39,7 @@ class Scorer:
         params = request.params
         plan = prompt_plan(params)
         if plan is None or request.num_output:
-            return
+            return True
         if request.prompt_logprobs is None:
             request.prompt_logprobs = []
         entries = request.prompt_logprobs
@@ -46,13 +54,14 @@ class Scorer:
             logits = self.target.logits(hidden[start + offset : end + offset])
             targets = request.token_ids[start + 1 : end + 1]
             entries.extend(compute_logprobs(logits, targets, [plan] * len(targets), self.valid_vocab, ops=self.ops))
+        return lost_row(entries) is None
 
-    def score_outputs(self, result: RoundResult, emitted: list[int]) -> list[list[TokenLogprob] | None]:
-        """Entries of the first emitted[i] tokens of each sampled block (None where none were asked for)."""
+    def score_outputs(self, result: RoundResult) -> list[list[TokenLogprob] | None]:
+        """Entries of all tokens that each sampled block may emit (None where none were asked for)."""
+        emitted = [len(accept.tokens) for accept in result.accepted]
         scored: list[list[TokenLogprob] | None] = [None] * len(emitted)
         for number, entries in enumerate(result.scored):  # the round has scored them itself, by the same processor
-            if entries is not None:
-                scored[number] = entries[: emitted[number]]
+            scored[number] = entries
         if result.sampled is None:
             return scored
         rows: list[int] = []

@@ -86,6 +86,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
+        self._can_end = any(i < min(tokenizer.vocab_size, vocab_size) for i in self._eos_ids)
         self._timeout_s = timeout_s
         self._max_cached = max_cached
         self._max_cached_bytes = max_cached_bytes
@@ -107,6 +108,10 @@ class GrammarCompiler:
         source = _source(params)
         if source is None:
             raise RequestError("json_schema", "the request has no grammar")
+        if not self._can_end:
+            raise RequestError(
+                source[0], "this model has no end token (EOS): no output could end where its grammar does"
+            )
         with self._lock:
             future = self._cache.get(source)
             if future is None or (future.done() and future.exception() is not None):

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exactspec.errors import ExactSpecError
 from exactspec.sampling.row_ops import TORCH_ROW_OPS, RowOps, RowScorer
 from exactspec.types import LogprobsKind, SamplingParams, TokenLogprob
 
@@ -80,9 +79,9 @@ def compute_logprobs(
 ) -> list[TokenLogprob]:
     """rows [N, V] logits in the domain of the plans' kind; token_ids and plans one per row.
 
-    Every number is finite: -inf is reported as LOGPROB_FLOOR. At most chunk_rows rows of intermediate results exist.
-    `ops` are the device's row reductions (row_ops.row_ops(backend)); numbers are comparable, bit for bit, among calls
-    with the same ones. Raises ExactSpecError when a row holds NaN or nothing but -inf.
+    Every number is finite: -inf is reported as LOGPROB_FLOOR; but a row that holds NaN or nothing but -inf is lost, its
+    logprob NaN (`lost_row`). At most chunk_rows rows of intermediate results exist. `ops` are the device's row
+    reductions (row_ops.row_ops(backend)); numbers are comparable, bit for bit, among calls with the same ones.
     """
     ids = token_ids.tolist() if isinstance(token_ids, Tensor) else list(token_ids)
     if not len(ids) == len(plans) == rows.shape[0]:
@@ -156,14 +155,19 @@ def unpack_scores(
     """The host's half: entries from the rows of pack_scores, read back. counts[i] of row i's most likely are listed."""
     top_k = packed.shape[1] // 2
     numbers = packed[:, : 1 + top_k].view(np.float32)
-    lost = np.isnan(numbers[:, 0]).nonzero()[0]
-    if lost.size:
-        raise ExactSpecError(f"logits: the row of token {token_ids[lost[0]]} holds NaN or no finite entry")
     tops: Iterable[Pairs] = repeat(())
     if top_k:
         pairs = tuple(zip(packed[:, 1 + top_k :].flatten().tolist(), numbers[:, 1:].flatten().tolist(), strict=True))
         tops = [pairs[i * top_k : i * top_k + count] for i, count in enumerate(counts)]
     return list(map(TokenLogprob, token_ids, numbers[:, 0].tolist(), tops, chosen or repeat(())))
+
+
+def lost_row(entries: Sequence[TokenLogprob]) -> int | None:
+    """The first entry whose row held NaN or nothing finite: nothing from there on means anything."""
+    for number, entry in enumerate(entries):
+        if entry.logprob != entry.logprob:  # NaN
+            return number
+    return None
 
 
 def _chunk(

@@ -31,6 +31,24 @@ class NoiseStream(IntEnum):
     RESIDUAL = 3
 
 
+_ROUND = -7046029254386353131  # odd, its bits well mixed
+
+
+def round_seed(seed: int, first_position: int) -> int:
+    """The seed of a round's own draft noise (stream DRAFT), for a round whose first draft has this output position.
+
+    A position may be drafted again in a later round, and whether that is worth it may have been judged by the drafts
+    thrown away: noise of its own keeps the new draft independent of that judgement.
+    """
+    mixed = (first_position * _ROUND) & (2**64 - 1)
+    return seed ^ (mixed - 2**64 if mixed >= 2**63 else mixed)
+
+
+def round_seeds(seeds: Tensor, first_positions: Tensor) -> Tensor:
+    """`round_seed` of int64 tensors (products wrap around)."""
+    return seeds ^ (first_positions * _ROUND)
+
+
 def _as_ints(values: Sequence[int] | Tensor) -> list[int]:
     return [int(v) for v in values.tolist()] if isinstance(values, Tensor) else list(values)
 
@@ -76,23 +94,26 @@ class NoiseCache:
         return buffer.index_select(0, torch.tensor(slots, device=self._backend.device))
 
     def _store(self, missing: list[tuple[int, int, int]], wanted: set[tuple[int, int, int]]) -> Tensor:
-        """Make the missing rows and put them over the oldest rows that this call does not want; the buffer."""
+        """Makes the missing rows and puts them over the oldest rows that this call does not want; the buffer."""
         if self._buffer is None:
             self._buffer = torch.empty((self.capacity, self._vocab_size), device=self._backend.device)
         if not missing:
             return self._buffer
+        made = self._make(missing)
+        taken = {self._slots[key] for key in wanted if key in self._slots}
         slots = []
-        for key in missing:
-            while self._keys[self._cursor] in wanted:
+        for _ in missing:
+            while self._cursor in taken:
                 self._cursor = (self._cursor + 1) % self.capacity
-            old = self._keys[self._cursor]
+            taken.add(self._cursor)
+            slots.append(self._cursor)
+        for slot in slots:
+            old, self._keys[slot] = self._keys[slot], None
             if old is not None:
                 del self._slots[old]
-            self._keys[self._cursor] = key
-            self._slots[key] = self._cursor
-            slots.append(self._cursor)
-            self._cursor = (self._cursor + 1) % self.capacity
-        self._buffer.index_copy_(0, torch.tensor(slots, device=self._backend.device), self._make(missing))
+        self._buffer.index_copy_(0, torch.tensor(slots, device=self._backend.device), made)
+        for key, slot in zip(missing, slots, strict=True):  # promised once it is written: all this may be cut short
+            self._keys[slot], self._slots[key] = key, slot
         return self._buffer
 
     def _make(self, keys: list[tuple[int, int, int]]) -> Tensor:

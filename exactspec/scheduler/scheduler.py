@@ -1,9 +1,10 @@
 """Continuous batching: which requests run in a step, and which rows of them.
 
 Order of service is priority (larger first), then arrival. All decodes run in every step; prefill rows share the step
-under a budget. The pages of a whole prefill are reserved at admission, so only decoding can run out of memory; then
-the request that is last in the order of service is retracted. Why nothing starves and no two requests retract each
-other forever: the first running request is retracted by nobody, gets rows in every step, and fits the pool alone.
+under a budget, of which a waiting request gets its share before running prefills of a lower priority. The pages of a
+whole prefill are reserved at admission, so only decoding can run out of memory; then the request that is last in the
+order of service is retracted. Why nothing starves and no two requests retract each other forever: the first running
+request is retracted by nobody, gets rows in every step, and fits the pool alone.
 """
 
 from __future__ import annotations
@@ -185,7 +186,9 @@ class Scheduler:
                 prefilling.append(request)
             elif self._reserve_round(request, plan):
                 plan.decodes.append(request)
-        for request in prefilling:
+        for request in prefilling.copy():
+            if not plan.retracted:
+                budget = self._admit(budget, prefilling, plan, above=request.request.priority)
             if budget and self.is_running(request):
                 budget -= self._plan_chunk(request, budget, plan)
         if not plan.retracted:  # else memory is short: nobody new
@@ -233,15 +236,18 @@ class Scheduler:
         plan.prefills.append(PrefillChunk(request, start, end, is_first, end == prefill_end))
         return end - start
 
-    def _admit(self, budget: int, prefilling: list[RunningRequest], plan: StepPlan) -> None:
-        """Starts waiting requests in order of service, until one has to wait: nobody overtakes it."""
-        if not self._waiting:
-            return
+    def _admit(self, budget: int, prefilling: list[RunningRequest], plan: StepPlan, above: int | None = None) -> int:
+        """Starts waiting requests in order of service, until one has to wait: nobody overtakes it. With `above` only
+        those of a higher priority. Returns the prefill rows that are left."""
+        if not self._waiting or (above is not None and self._waiting.first.request.priority <= above):
+            return budget
         growth = sum(self._growth_pages(request) for request in self._running)
         while self._waiting and budget and len(self._running) < self.max_running_requests:
             request = self._waiting.first
+            if above is not None and request.request.priority <= above:
+                break
             if self._prefix_is_coming(request, prefilling) or not self._start(request, growth):
-                return
+                break
             growth += self._growth_pages(request)
             if request.is_prefilling:
                 budget -= self._plan_chunk(request, budget, plan)
@@ -249,6 +255,7 @@ class Scheduler:
             else:  # resumed, and everything before the anchor was still cached
                 self._fresh.discard(request.request.request_id)
                 plan.decodes.append(request)
+        return budget
 
     def _growth_pages(self, request: RunningRequest) -> int:
         """Pages that a running request will want for its next headroom_tokens tokens."""

@@ -28,6 +28,7 @@ log = logging.getLogger("exactspec.server")
 
 RETRY_AFTER_S = 5
 RATE_OVER_S = 0.25
+RESTARTS_WITHIN_S = 600.0  # max_restarts are counted in so long
 Event = StepOutput | ApiError | m.Refused
 
 
@@ -49,7 +50,8 @@ class EngineClient:
         self.throughput = 0.0  # output tokens per second between the last two snapshots that differ
         self._rate_base = (time.monotonic(), 0)
         self.paused = False
-        self.num_restarts = 0
+        self.num_restarts = 0  # ever
+        self._restarted_at: list[float] = []  # of late
         self.last_output_at = 0.0
         self.pid: int | None = None
         self._mailboxes: dict[str, Mailbox[tuple[str, Event]]] = {}
@@ -85,7 +87,9 @@ class EngineClient:
             if self.status == "stopping":
                 return
             self.num_restarts += 1
-            if code == 3 or self.num_restarts > self.max_restarts:
+            self._restarted_at = [t for t in self._restarted_at if time.monotonic() - t < RESTARTS_WITHIN_S]
+            self._restarted_at.append(time.monotonic())
+            if code == 3 or len(self._restarted_at) > self.max_restarts:
                 self.status = "dead"
                 self.failure = self.failure or f"the engine process ended with code {code}"
                 if self.info:  # it has been ready; else whoever waits for that tells
@@ -94,7 +98,7 @@ class EngineClient:
                 return
             self.status = "starting"
             log.error("the engine process ended with code %s: restart %d", code, self.num_restarts)
-            await asyncio.sleep(min(2.0, 0.2 * self.num_restarts))
+            await asyncio.sleep(min(2.0, 0.2 * len(self._restarted_at)))
 
     async def _run_once(self) -> int:
         """Starts a process and serves its outputs until it ends. Returns its exit code."""

@@ -64,7 +64,7 @@ class ServeOptions:
     simulate_accept_length: float = _option(0.0, "benchmarks only: rounds accept this many tokens, whatever they say")
     request_timeout: float = _option(0.0, "seconds a request may take, then 503 (default: no limit)")
     drain_timeout: float = _option(60.0, "seconds that SIGTERM waits for requests in flight")
-    max_restarts: int = _option(3, "restarts of the engine process")
+    max_restarts: int = _option(3, "restarts of the engine process in ten minutes")
     max_body_mb: int = _option(64, "largest request body, MiB; more gets a 413")
     max_n: int = _option(256, "samples per prompt")
     max_batch: int = _option(4096, "prompts times samples of one request")

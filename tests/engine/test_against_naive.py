@@ -21,6 +21,7 @@ from exactspec.draft.block import BlockDrafter
 from exactspec.draft.checkpoint import load_block_model
 from exactspec.draft.ngram import NgramDrafter
 from exactspec.draft.none import NoDrafter
+from exactspec.engine.admission import RESERVED_ROWS
 from exactspec.grammar import GrammarCompiler, needs_grammar
 from exactspec.model.target import TargetModel
 from exactspec.naive import sequence_logits
@@ -100,7 +101,7 @@ def episode(worlds: list[World], seed: int, acceptance: str = "coupled") -> int:
     truth = world.truth(requests)
     gamma, page = rng.choice([1, 2, 6, 7, 15, 16]), rng.choice([1, 2, 4, 16])
     longest = max(len(one.prompt_ids) + (one.params.max_new_tokens or CONTEXT) for one in requests)
-    longest = min(longest, CONTEXT) + gamma + 2
+    longest = min(longest, CONTEXT) + max(gamma + 2, RESERVED_ROWS)
     num_pages = -(-longest // page) + rng.choice([1, 2, 4, 9, 1600 // page])
     kind = rng.choice([*SCRIPTS, "ngram", "none", "dspark", "dflash"])
     drafter = world.drafter(kind, gamma, truth, num_pages * page, rng)

@@ -309,3 +309,41 @@ def test_what_rounds_cost_is_measured_by_running_them(draft: str, monkeypatch: p
     counts, draft_seconds = bench.drafts()
     assert counts == [1, 2]
     assert all(took > 0 for took in [*seconds, *draft_seconds])
+
+
+@pytest.mark.parametrize(("at", "overlap"), [(3, False), (7, True)])
+def test_after_a_round_that_was_not_sent_the_device_is_told_all_pages_again(overlap: bool, at: int) -> None:
+    """An error after the host has noted what it sends, before it is sent; the request beside goes, this one stays."""
+
+    def asked() -> list[Request]:
+        params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+        return [Request("stays", (5, 9, 5, 9, 5, 1), params, 1), Request("goes", (7, 8, 9), params, 2)]
+
+    truth = answers(make_engine("none", True), asked()[:1])["stays"]
+    engine = make_engine("none", True, overlap=overlap)
+    stage = cast(CudaRoundRunner, engine.runner).stage
+    note, calls = stage._note_pages, itertools.count(1)
+
+    def noting(requests: list[Any]) -> None:
+        note(requests)
+        if next(calls) == at:
+            raise torch.OutOfMemoryError("planted")
+
+    stage._note_pages = noting  # type: ignore[method-assign]
+    for request in asked():
+        engine.add(request)
+    tokens: list[int] = []
+    entries: list[Any] = []
+    while engine.has_work():
+        try:
+            outputs = engine.step()
+        except torch.OutOfMemoryError:
+            assert engine.abort("goes")
+            continue
+        for output in outputs:
+            if output.request_id == "stays":
+                tokens += output.token_ids
+                entries += [(e.token_id, e.logprob, e.top) for e in output.logprobs or ()]
+    assert next(calls) > at
+    assert (tokens, entries) == (truth[0], truth[1])
+    engine.check_integrity()

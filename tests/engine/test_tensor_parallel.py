@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from exactspec.backend.parallel import Parallel, shard_layer, shard_spec
 from exactspec.engine.llm import LLM
 from exactspec.errors import ConfigError, DeviceError
 from exactspec.types import Request, RequestOutput, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "model"))
+from tiny_checkpoints import hf_model, save
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 301, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
@@ -128,6 +132,25 @@ def test_ranks_agree_on_what_the_clock_decides_and_die_together(device: str, tmp
             list(chunks)
         with pytest.raises(DeviceError, match="rank 1 ended"):
             llm.generate([PROMPTS[0]], plain)
+
+
+def test_a_grammar_that_is_too_slow_by_one_clock_ends_its_request_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("xgrammar")
+    from exactspec.grammar import owner
+
+    plain = SamplingParams(max_new_tokens=4, seed=2)
+    model = save(hf_model("llama"), tmp_path)  # random shapes have no end token, and grammars want one
+    with two_ranks(str(model)) as llm:
+        truth = said(llm.generate([PROMPTS[0]], plain))
+        monkeypatch.setattr(owner, "TIMEOUT_S", 0.0)  # in this process alone
+        for _ in range(2):
+            (slow,) = llm.generate([PROMPTS[1]], SamplingParams(max_new_tokens=8, seed=1, regex="[a-c]{3,20}"))
+            assert slow.finish_reason.kind == "abort"
+            assert "following it took" in str(slow.finish_reason.message)
+            assert said(llm.generate([PROMPTS[0]], plain)) == truth
+        llm.engine.check_integrity()
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling.row_fakes import HashBackend, make_group
 
-from exactspec.errors import ExactSpecError
 from exactspec.logprobs.processor import (
     LOGPROB_FLOOR,
     LogprobPlan,
     compute_logprobs,
+    lost_row,
     output_plan,
     prompt_plan,
     row_logprobs,
@@ -150,11 +150,14 @@ def test_at_temperature_one_all_kinds_agree_bit_for_bit():
     assert entries[0] == entries[1] == entries[2]
 
 
-def test_a_row_with_nan_is_refused():
-    rows = torch.zeros(1, 10)
-    rows[0, 4] = math.nan
-    with pytest.raises(ExactSpecError, match="NaN"):
-        compute_logprobs(rows, [2], [LogprobPlan("raw")], 10)
+def test_a_row_with_nan_or_nothing_is_lost_and_its_neighbours_are_not():
+    rows = torch.zeros(4, 10)
+    rows[1, 4], rows[3] = math.nan, -math.inf
+    entries = compute_logprobs(rows, [2] * 4, [LogprobPlan("raw", 2)] * 4, 10)
+    alone = compute_logprobs(rows[:1], [2], [LogprobPlan("raw", 2)], 10)
+    assert [entry.logprob == entry.logprob for entry in entries] == [True, False, True, False]
+    assert entries[0] == entries[2] == alone[0]
+    assert (lost_row(entries), lost_row(entries[2:]), lost_row(alone)) == (1, 1, None)
 
 
 def test_counts_that_do_not_match_are_refused():

@@ -1,11 +1,13 @@
 """Seeds, streams and the shared noise rows."""
 
+import contextlib
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling.row_fakes import HashBackend
 
-from exactspec.sampling.noise import NoiseCache, NoiseStream
+from exactspec.sampling.noise import NoiseCache, NoiseStream, round_seed, round_seeds
 from exactspec.sampling.seeds import fresh_seed, sample_seed
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
@@ -18,6 +20,14 @@ def test_samples_of_a_request_have_seeds_of_their_own(seed):
     assert len(set(seeds)) == 50
     assert all(-(2**63) <= s < 2**63 for s in seeds)
     assert seeds == [sample_seed(seed, index) for index in range(50)]
+
+
+@given(seed=SEEDS, positions=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20, unique=True))
+def test_the_drafts_own_noise_has_another_seed_in_every_round(seed, positions):
+    seeds = [round_seed(seed, position) for position in positions]
+    assert len(set(seeds)) == len(seeds)
+    assert all(-(2**63) <= s < 2**63 for s in seeds)
+    assert round_seeds(torch.tensor([seed] * len(positions)), torch.tensor(positions)).tolist() == seeds
 
 
 def test_neighbouring_seeds_share_no_samples():
@@ -66,3 +76,20 @@ def test_tensors_are_taken_as_well():
     noise = NoiseCache(HashBackend(), 8)
     assert torch.equal(noise.rows(torch.tensor([3]), torch.tensor([4])), noise.rows([3], [4]))
     assert noise.rows([], []).shape == (0, 8)
+
+
+@given(data=st.data(), capacity=st.integers(2, 6))
+def test_rows_that_an_error_kept_from_being_made_are_made_later(data, capacity):
+    backend, truth = HashBackend(), HashBackend()
+    noise = NoiseCache(backend, 6, 5, capacity)
+    make = backend.gumbel
+    for _ in range(data.draw(st.integers(1, 6))):
+        positions = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=capacity))
+        seeds = [3] * len(positions)
+        if data.draw(st.booleans()):
+            backend.gumbel = lambda *_: 1 // 0
+            with contextlib.suppress(ZeroDivisionError):
+                noise.rows(seeds, positions)
+            backend.gumbel = make
+        got = noise.rows(seeds, positions)
+        assert torch.equal(got[:, :5], truth.gumbel(torch.tensor(seeds), torch.tensor(positions), 0, 5))

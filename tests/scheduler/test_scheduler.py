@@ -50,6 +50,20 @@ def test_priority_comes_before_arrival_and_arrival_decides_among_equals() -> Non
     assert engine.finished == ["urgent", "a", "b", "c", "never mind"]
 
 
+def test_a_long_prefill_makes_way_for_those_of_higher_priority_alone() -> None:
+    engine = SimulatedEngine.make(100, 4, prefill_chunk=10)
+    engine.scheduler.add(make_request("long", range(60), 3))
+    assert chunks(engine.step()) == [("long", 0, 10)]
+    engine.scheduler.add(make_request("equal", [70, 71], 3))
+    engine.scheduler.add(make_request("urgent", range(80, 92), 3, 2))
+    engine.scheduler.add(make_request("probe", [99], 1, 3))
+    assert chunks(engine.step()) == [("probe", 0, 1), ("urgent", 0, 9)]
+    assert chunks(engine.step()) == [("urgent", 9, 12), ("long", 10, 17)]
+    assert engine.finished == ["probe"]
+    engine.run()
+    assert engine.finished == ["probe", "urgent", "long", "equal"]
+
+
 def test_nobody_overtakes_a_request_that_waits_for_memory() -> None:
     engine = SimulatedEngine.make(12, 4, max_running_requests=8, headroom_tokens=0)
     engine.scheduler.add(make_request("runs", range(20), 12))
