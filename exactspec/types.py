@@ -108,10 +108,10 @@ def _check_numbers(params: SamplingParams) -> None:
     }
     for name, (low, high, closed) in ranges.items():
         value = getattr(params, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
             raise RequestError(name, f"must be a finite number, got {value!r}")
         if value < low or value > high or (value == low and not closed):
-            raise RequestError(name, f"must be in {'[' if closed else '('}{low:g}, {high:g}], got {value!r}")
+            raise RequestError(name, f"must be in {'[' if closed else '('}{low:g}, {high:g}], got {value!r:.40}")
     for name, least in (("min_new_tokens", 0), ("n", 1), ("prompt_logprob_start", 0)):
         value = getattr(params, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -84,6 +84,7 @@ def bench(
 
     if figures is not None:
         return write_plot(plot or Path("results/bench.png"), *read_json(figures))
+    _check(batch, limit, new_tokens, plot)
     console = Console()
     names = contenders.split(",")
     for name in names:
@@ -108,6 +109,16 @@ def bench(
             console.print(f"plot in {plot}")
         except ConfigError as reason:  # no matplotlib: the figures are what matters
             console.print(str(reason), markup=False)
+
+
+def _check(batch: int, limit: int, new_tokens: int, plot: Path | None) -> None:
+    """What would go wrong after the models are loaded, or after everything has run."""
+    # the first token comes with the prompt: what is timed are those after it
+    for name, value, least in (("batch", batch, 1), ("limit", limit, 1), ("new_tokens", new_tokens, 2)):
+        if value < least:
+            raise ConfigError(f"{name}: must be at least {least}, got {value}")
+    if plot is not None and plot.suffix.lower() not in (".svg", ".png", ".pdf"):
+        raise ConfigError(f"plot: must end in .svg, .png or .pdf, got {plot}")
 
 
 def _compare(

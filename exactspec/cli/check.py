@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exactspec.cli import options as opt
+from exactspec.errors import ConfigError
 
 if TYPE_CHECKING:
     from exactspec.bench.exactness import CellResult
@@ -46,6 +47,8 @@ def check(
     from exactspec.model.loader import load_target
     from exactspec.model.target import TargetModel
 
+    if new_tokens < 1:
+        raise ConfigError(f"new_tokens: must be at least 1, got {new_tokens}")
     batch_sizes, chunk_sizes = opt.numbers(batches, "batches", int), opt.numbers(chunks, "chunks", int)
     console = Console()
     backend = select_backend(device, dtype, "exact")

@@ -71,6 +71,8 @@ def generate(
         logprobs_kind=logprobs_kind,  # type: ignore[arg-type]
         prompt_logprobs=prompt_logprobs,
     )
+    if not as_json and (prompt_logprobs is not None or (n > 1 and logprobs is not None)):
+        raise ConfigError("prompt_logprobs, and logprobs with n over 1, are printed with --json only")
     text = sys.stdin.read() if prompt == "-" else prompt
     llm = LLM(
         model,
@@ -85,7 +87,7 @@ def generate(
         tensor_parallel=tp_size,
     )
     ids = llm.tokenizer.apply_chat_template([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
-    if as_json or n > 1 or prompt_logprobs is not None:
+    if as_json or n > 1:
         for answer in llm.generate([ids], params):
             print(
                 json.dumps(_record(answer, llm.tokenizer), ensure_ascii=False) if as_json else answer.text, flush=True

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from exactspec.errors import ConfigError, RequestError
 from exactspec.grammar.owner import MaskOwner
 from exactspec.grammar.patterns import in_ascii, misread, needs_escapes, rewritten, same_meaning, without_newlines
+from exactspec.grammar.productive import endless_rules
 from exactspec.grammar.schema import check_schema, nodes, patterns
 from exactspec.grammar.utf8 import CharacterGuard
 from exactspec.types import SamplingParams
@@ -163,10 +164,10 @@ class GrammarCompiler:
             elif kind == "regex":
                 grammar = compiler.compile_regex(without_newlines(_anchored(in_ascii(text))))
             else:
-                grammar = compiler.compile_grammar(text)
-        except RequestError:
+                grammar = _compile_ebnf(compiler, text)
+        except (RequestError, ConfigError):
             raise
-        except (RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:  # whatever it trips over, the fault is the grammar's
             raise RequestError(kind, f"does not compile: {_reason(error)}") from None
         if not MaskOwner(grammar, self._vocab_size, self._eos_ids).can_start:
             raise RequestError(kind, "matches nothing: no token can start the output")
@@ -197,6 +198,16 @@ class GrammarCompiler:
             stop_token_ids=sorted(i for i in self._eos_ids if i < self._vocab_size),
         )
         return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def _compile_ebnf(compiler: Any, text: str) -> Any:
+    import xgrammar
+
+    grammar = xgrammar.Grammar.from_ebnf(text)
+    endless = endless_rules(str(grammar))
+    if endless:
+        raise RequestError("ebnf", f"no finite text can come of {', '.join(map(repr, endless[:4]))}")
+    return compiler.compile_grammar(grammar)
 
 
 def _compile_schema(compiler: Any, text: str) -> Any:

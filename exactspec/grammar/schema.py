@@ -167,7 +167,7 @@ def _check_node(place: str, node: Mapping[str, Any]) -> None:
         refuse("uniqueItems", "is not supported")
     chosen = next((word for word in SELECTORS if word in node), None)
     if chosen is not None:
-        _check_beside(chosen, node, refuse)
+        _check_beside(place, chosen, node, refuse)
         return
     types = _types(node)
     for word in _assertions(node):
@@ -176,7 +176,7 @@ def _check_node(place: str, node: Mapping[str, Any]) -> None:
         if word == "multipleOf" and "number" in types:
             refuse(word, "is supported for integers only")
     _check_string(node, refuse)
-    _check_object(node, refuse)
+    _check_object(place, node, refuse)
 
 
 def _assertions(node: Mapping[str, Any]) -> list[str]:
@@ -196,13 +196,13 @@ def _types(node: Mapping[str, Any]) -> frozenset[str]:
     return frozenset({"array"}) if any(word in node for word in SHAPES_ARRAY) else frozenset()
 
 
-def _check_beside(chosen: str, node: Mapping[str, Any], refuse: Any) -> None:
+def _check_beside(place: str, chosen: str, node: Mapping[str, Any], refuse: Any) -> None:
     """Beside $ref, const, enum, anyOf, oneOf or allOf nothing may be said that they do not say themselves."""
     for word in [*_assertions(node), *(word for word in SELECTORS if word in node and word != chosen)]:
         refuse(word, f"stands beside {chosen}")
     inner = node[chosen]
-    if chosen in ("anyOf", "oneOf", "allOf") and inner == []:
-        refuse(chosen, "is empty")
+    if chosen in ("anyOf", "oneOf", "allOf") and (not isinstance(inner, list) or not inner):
+        raise RequestError("json_schema", f"{chosen} at {place} must be a list of schemas, one at least")
     if chosen == "allOf" and isinstance(inner, list) and len(inner) > 1:
         refuse("allOf", "of more than one schema is not supported")
     if "type" not in node:
@@ -240,10 +240,12 @@ def _check_string(node: Mapping[str, Any], refuse: Any) -> None:
             refuse(word, "stands beside " + ("pattern" if "pattern" in node else f"format {form}"))
 
 
-def _check_object(node: Mapping[str, Any], refuse: Any) -> None:
+def _check_object(place: str, node: Mapping[str, Any], refuse: Any) -> None:
     known = node.get("properties")
-    required = node.get("required")
-    for name in required if isinstance(required, list) else ():
+    required = node.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise RequestError("json_schema", f"required at {place} must be a list of names")
+    for name in required:
         if not isinstance(known, dict) or name not in known:
             refuse("required", f"names {name!r}, which is not among the properties")
     if "patternProperties" in node and "propertyNames" in node:

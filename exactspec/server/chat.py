@@ -20,6 +20,10 @@ from exactspec.types import TokenLogprob
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
 MAX_TOP_LOGPROBS = 20
+OURS = frozenset({
+    "chat_template", "conversation", "max_length", "messages", "padding", "return_assistant_tokens_mask", "self",
+    "tokenizer_kwargs", "truncation",
+})  # fmt: skip
 
 
 async def chat_completions(request: Request) -> Response:
@@ -82,11 +86,14 @@ async def _prompt_ids(body: ChatBody, server: Server) -> list[int]:
     if not body.messages:
         raise bad_request("messages", "is empty; at least one message is needed")
     messages = [_message(number, message) for number, message in enumerate(body.messages)]
+    server.check_size("messages", sum(len(message["content"]) for message in messages))
     arguments = dict(body.chat_template_kwargs or {})
     if body.continue_final_message:
         arguments["continue_final_message"] = True
     for name in ("tokenize", "return_tensors", "return_dict"):
         arguments.pop(name, None)
+    if own := sorted(OURS & arguments.keys()):  # a template of the client's would be a program of the client's
+        raise bad_request("chat_template_kwargs", f"{', '.join(own)}: not for requests to set")
     try:
         return await server.chat_ids(
             messages,
@@ -96,7 +103,7 @@ async def _prompt_ids(body: ChatBody, server: Server) -> list[int]:
     except RequestError as error:
         raise from_request_error(error, OPENAI_NAMES) from None
     except TypeError as error:
-        raise bad_request("chat_template_kwargs", str(error)) from None
+        raise bad_request("chat_template_kwargs", f"not what the chat template takes: {error}") from None
 
 
 def _message(number: int, message: ChatMessage) -> dict[str, Any]:
@@ -143,7 +150,8 @@ class Pieces:
         if sample not in self.begun:
             self.begun.add(sample)
             yield _piece(sample, {"role": "assistant", "content": "", "reasoning_content": None})
-        if step.text or (self.body.logprobs and step.output.token_ids):
+        told = self.body.logprobs or self.body.return_token_sources  # of tokens whose text is held back, too
+        if step.text or (told and step.output.token_ids):
             piece = _piece(sample, {"content": step.text, "reasoning_content": None})
             piece["logprobs"] = _logprobs(self.server, self.body, step.output.logprobs)
             if self.body.return_token_sources:

@@ -66,6 +66,8 @@ async def _parse(body: CompletionBody, server: Server) -> Job:
     answer_id = given if isinstance(given, str) else rids[0] or openai.new_id("cmpl")
     jobs, echoes = [], []
     for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            server.check_size("prompt", len(prompt))
         token_ids = await server.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise bad_request("prompt", "is empty; at least one token is needed")
@@ -136,7 +138,8 @@ class Pieces:
         text, body = delta.text, self.job.body
         if sample in self.waiting_echo:
             text = _echo(self.job, sample) + text
-        if text or sample.finish is not None or (body.logprobs is not None and delta.output.token_ids):
+        told = body.logprobs is not None or body.return_token_sources  # of tokens whose text is held back, too
+        if text or sample.finish is not None or (told and delta.output.token_ids):
             self.waiting_echo.discard(sample)
             yield self._piece(sample, delta, text)
 

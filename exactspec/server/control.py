@@ -273,6 +273,7 @@ async def tokenize(request: Request) -> Response:
     if body.messages is not None:
         try:
             messages = [_message(number, message) for number, message in enumerate(body.messages)]
+            server.check_size("messages", sum(len(message["content"]) for message in messages))
             tokens: Any = await server.chat_ids(messages, True)
         except RequestError as error:
             raise from_request_error(error, OPENAI_NAMES) from None

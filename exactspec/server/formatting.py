@@ -121,8 +121,8 @@ class TextOffsets:
         """The echo may hold special tokens or not, and not the space that some tokenizers put in front."""
         offsets, at, detokenizer = [], 0, Detokenizer(self._tokenizer)
         for token_id in token_ids:
-            offsets.append(min(at, len(self._echo)))
             piece = detokenizer.append((token_id,))
+            offsets.append(min(at + self._left_over(token_id, piece), len(self._echo)))
             if self._tokenizer.is_special(token_id):
                 shown = self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
                 piece = shown if self._echo.startswith(shown, at) else ""
@@ -135,9 +135,20 @@ class TextOffsets:
         """One call after the other covers a stream."""
         offsets = []
         for token_id in token_ids:
-            offsets.append(self._at)
-            self._at += len(self._detokenizer.append((token_id,)))
+            piece = self._detokenizer.append((token_id,))
+            offsets.append(self._at + self._left_over(token_id, piece))
+            self._at += len(piece)
         return offsets
+
+    def _left_over(self, token_id: int, piece: str) -> int:
+        """Characters of the piece that stand for bytes of the tokens before it: they turn out to be no character."""
+        if not piece.startswith("\ufffd"):
+            return 0
+        try:
+            own = self._tokenizer.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return 0
+        return len(piece) - len(own) if own and piece.endswith(own) else 0
 
 
 def completion_logprobs(

@@ -84,6 +84,8 @@ async def _parse(body: GenerateBody, server: Server) -> Job:
     spaces = namespaces(body, count)
     jobs = []
     for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            server.check_size("text", len(prompt))
         token_ids = await server.encode(prompt) if isinstance(prompt, str) else prompt
         if not token_ids:
             raise bad_request(field, "is empty; at least one token is needed")

@@ -126,20 +126,23 @@ async def _frames(
 ) -> AsyncGenerator[bytes, None]:
     options = body.stream_options
     each = bool(options and options.continuous_usage_stats)
+    wants_logprobs = any(sample.params.logprobs is not None for sample in generation.samples)
 
     def frames(arrived: list[tuple[Sample, StepOutput]]) -> bytes:
-        made = []
+        made: list[dict[str, Any]] = []
         for sample, output in arrived:
             for choice in render(sample, generation.take(sample, output)):
                 counts = usage(server, generation.samples) if each else None
-                made.append(sse({**shell, "choices": [choice], "usage": counts}))
-        if not generation.pending:
-            if extra := sglext(server, body, generation.samples):
-                made.append(sse({**shell, "choices": [], "usage": None, **extra}))
-            if options and options.include_usage:
-                made.append(sse({**shell, "choices": [], "usage": usage(server, generation.samples)}))
-            made.append(DONE)
-        return b"".join(made)
+                made.append({**shell, "choices": [choice], "usage": counts})
+        if generation.pending:
+            return b"".join(map(sse, made))
+        if made:  # the end of the last choice
+            made[-1]["metadata"] = metadata(generation.samples, logprobs=wants_logprobs)
+        if extra := sglext(server, body, generation.samples):
+            made.append({**shell, "choices": [], "usage": None, **extra})
+        if options and options.include_usage:
+            made.append({**shell, "choices": [], "usage": usage(server, generation.samples)})
+        return b"".join(map(sse, made)) + DONE
 
     try:
         yield frames(first)

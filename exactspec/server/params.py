@@ -24,6 +24,7 @@ NATIVE_FIELDS = (
     "logit_bias",
 )  # fmt: skip
 UNSUPPORTED = ("structural_tag", "beam_width", "custom_params", "watermark", "choice")
+MOST_DIGITS = 10  # of a token id
 SWITCHES = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 
 
@@ -128,8 +129,8 @@ def _logit_bias(value: Any) -> dict[int, float]:
         raise bad_request("logit_bias", "must be an object from token ids to numbers")
     bias: dict[int, float] = {}
     for key, number in value.items():
-        if not str(key).isdecimal():
-            raise bad_request("logit_bias", f"{key!r} is not a token id")
+        if not (str(key).isdecimal() and str(key).isascii() and len(str(key)) <= MOST_DIGITS):
+            raise bad_request("logit_bias", f"{key!r:.40} is not a token id")
         bias[int(key)] = number
     return bias
 

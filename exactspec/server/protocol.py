@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from exactspec.server.errors import ApiError
 
+TokenId = Annotated[int, Field(strict=True)]  # "5", 5.0 and true are no token ids
 IntOrList = int | list[int | None] | None
 BoolOrList = bool | list[bool | None] | None
 StrOrList = str | list[str] | None
@@ -52,13 +53,13 @@ class GenerateBody(Body):
     """POST /generate."""
 
     text: str | list[str] | None = Field(None, description="Prompt or prompts; send this or input_ids.")
-    input_ids: list[int] | list[list[int]] | None = Field(None, description="Token prompts, used as they are.")
+    input_ids: list[TokenId] | list[list[TokenId]] | None = Field(None, description="Token prompts, used as they are.")
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     stream: bool | None = False
     return_logprob: BoolOrList = False
     logprob_start_len: IntOrList = -1
     top_logprobs_num: IntOrList = 0
-    token_ids_logprob: list[int] | list[list[int] | None] | None = None
+    token_ids_logprob: list[TokenId] | list[list[TokenId] | None] | None = None
     return_text_in_logprobs: bool | None = False
     logprobs_kind: str | None = Field(None, description="raw, scaled (the default here) or processed.")
     return_hidden_states: bool | str | list[bool | str | None] | None = False
@@ -105,7 +106,7 @@ class OpenAIBody(Body):
     repetition_penalty: float | None = None
     stop: StrOrList = None
     stop_regex: StrOrList = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     no_stop_trim: bool | None = False
     ignore_eos: bool | None = False
     skip_special_tokens: bool | None = True
@@ -132,9 +133,9 @@ class OpenAIBody(Body):
 class CompletionBody(OpenAIBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     max_tokens: int | None = 16
-    logprobs: int | None = None
+    logprobs: Annotated[int, Field(strict=True)] | None = None
     echo: bool | None = False
     best_of: int | None = None
     suffix: str | None = None
@@ -163,7 +164,7 @@ class ChatBody(OpenAIBody):
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = False
-    input_ids: list[int] | None = None
+    input_ids: list[TokenId] | None = None
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
@@ -187,7 +188,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    tokens: list[int] | list[list[int]]
+    tokens: list[TokenId] | list[list[TokenId]]
     skip_special_tokens: bool | None = True
 
 

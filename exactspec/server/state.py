@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
 import threading
 import time
 import weakref
@@ -17,13 +19,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from exactspec.server.engine_client import EngineClient
-from exactspec.server.errors import ApiError
+from exactspec.server.errors import ApiError, bad_request
 from exactspec.server.formatting import TokenTexts
 from exactspec.server.generation import Arrival, Generation, Prompt, rid_of
 from exactspec.server.metrics import Metrics
 from exactspec.server.options import ServeOptions
 
 T = TypeVar("T")
+LONG_TEXT = 100_000  # characters
 GONE = 499  # never sent: there is nobody to read it
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
@@ -43,10 +46,14 @@ class Server:
     started: float = field(default_factory=time.time)
     arrivals: weakref.WeakSet[Arrival] = field(default_factory=weakref.WeakSet)  # on their way to the engine
     _tokenizing: threading.Lock = field(default_factory=threading.Lock)  # fast tokenizers mind concurrent calls
+    _tokenizing_long: threading.Lock = field(default_factory=threading.Lock)
+    _for_long: Any = None  # a copy of the tokenizer
+    _longest_token: int = 0  # bytes
 
     def set_tokenizer(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self._for_long = tokenizer, None
         self.texts = TokenTexts(tokenizer)
+        self._longest_token = max((len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)), default=0)
 
     def check_available(self) -> None:
         if self.draining:
@@ -83,16 +90,35 @@ class Server:
                 return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
             finally:
                 self._tokenizing.release()
-        return await asyncio.to_thread(self._locked, self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        if len(text) < LONG_TEXT:
+            work = functools.partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            return await asyncio.to_thread(self._locked, self._tokenizing, work)
+        return await asyncio.to_thread(self._encode_long, text, add_special_tokens)
+
+    def check_size(self, name: str, num_characters: int) -> None:
+        """Raises ApiError for a prompt that no context can hold: its tokens need not be counted for that."""
+        most = int(self.client.info.get("context_length") or 0) * self._longest_token
+        if most and num_characters > most:
+            raise bad_request(name, f"has {num_characters} characters; the context can hold {most} at the very most")
+
+    def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
+        """With a tokenizer of their own: nobody else waits for long texts."""
+        with self._tokenizing_long:
+            if self._for_long is None:
+                with self._tokenizing:
+                    self._for_long = copy.deepcopy(self.tokenizer)
+            ids: list[int] = self._for_long.encode(text, add_special_tokens=add_special_tokens)
+            return ids
 
     async def chat_ids(self, messages: list[dict[str, Any]], generation_prompt: bool, **arguments: Any) -> list[int]:
         """Raises RequestError when the template refuses, TypeError for arguments it does not know."""
-        work = self.tokenizer.apply_chat_template
-        return await asyncio.to_thread(self._locked, work, messages, generation_prompt, **arguments)
+        work = functools.partial(self.tokenizer.apply_chat_template, messages, generation_prompt, **arguments)
+        return await asyncio.to_thread(self._locked, self._tokenizing, work)
 
-    def _locked(self, work: Callable[..., list[int]], *args: Any, **kwargs: Any) -> list[int]:
-        with self._tokenizing:
-            return work(*args, **kwargs)
+    @staticmethod
+    def _locked(lock: threading.Lock, work: Callable[[], list[int]]) -> list[int]:
+        with lock:
+            return work()
 
 
 def server_of(request: Request) -> Server:

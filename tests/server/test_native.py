@@ -318,6 +318,9 @@ BAD = [
     ({}, "text"),
     ({"text": []}, "text"),
     ({"text": ""}, "text"),
+    ({"text": "a" * 10**6}, "text"),
+    ({"text": "a", "sampling_params": {"temperature": 10**400}}, "temperature"),
+    ({"text": "a", "sampling_params": {"logit_bias": {"9" * 5000: 1}}}, "logit_bias"),
     ({"input_ids": []}, "input_ids"),
     ({"input_ids": [[]]}, "input_ids"),
     ({"input_ids": [9999]}, "input_ids"),
@@ -410,6 +413,9 @@ def test_bad_values_are_refused_by_name(server: Running, body: dict[str, Any], w
     assert event[0]["error"]["code"] == 400
 
 
+NO_IDS = (b'"5"', b"1.0", b"true")
+
+
 def test_bad_bodies(server: Running) -> None:
     unknown = server.post("/generate", {"text": "a", "sampling_params": {"wrong_key": 1}})
     assert unknown.status_code == 400
@@ -421,6 +427,8 @@ def test_bad_bodies(server: Running) -> None:
         b'{"text": 5}',
         b'{"text": "a", "stream": "maybe"}',
         b'{"text":"a","token_ids_logprob":["x"]}',
+        *(b'{"text": "a", "return_logprob": true, "token_ids_logprob": [%b]}' % value for value in NO_IDS),
+        *(b'{"input_ids": [%b]}' % value for value in (*NO_IDS, b'[1], ["2"]')),
     ):
         response = server.http.post("/generate", content=content)
         assert response.status_code == 400, content

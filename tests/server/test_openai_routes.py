@@ -198,6 +198,33 @@ def test_chat_stream_equals_the_answer(server: Running) -> None:
         assert entries == whole[index]["logprobs"]["content"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(COMPLETIONS, {"prompt": "SAY:€uro abX"}), (CHAT, {"messages": [{"role": "user", "content": "SAY:€uro abX"}]})],
+)
+def test_a_stream_tells_sources_of_held_back_tokens_and_what_the_answer_can_be_had_again_with(
+    server: Running, path: str, body: dict[str, Any]
+) -> None:
+    body = {**body, "max_tokens": 20, "stop": ["abc"], "return_token_sources": True, "n": 2, "temperature": 0}
+    whole = ask(server, path, **body)
+    pieces = chunks(server, path, **body, stream_options={"include_usage": True})
+    for choice in whole["choices"]:
+        told = [c for piece in pieces for c in piece["choices"] if c["index"] == choice["index"]]
+        assert [s for c in told for s in c.get("token_sources") or []] == choice["token_sources"]
+    assert [sorted(p["metadata"]) for p in pieces if "metadata" in p] == [["sampling_seeds", "weight_version"]]
+    assert "metadata" in pieces[-2]
+    scored = chunks(server, path, **{**body, "n": 1}, logprobs=path == CHAT or 1, seed=5)
+    assert scored[-1]["metadata"]["logprobs_kind"] == "raw"
+    assert scored[-1]["metadata"]["sampling_seeds"] == [5]
+
+
+def test_a_token_behind_half_a_character_begins_behind_its_sign(server: Running) -> None:
+    answer = ask(server, COMPLETIONS, prompt=[0xE2, 97, 98], echo=True, logprobs=1, max_tokens=1)
+    choice = answer["choices"][0]
+    assert choice["text"].startswith("\ufffdab")
+    assert choice["logprobs"]["text_offset"][:3] == [0, 1, 2]
+
+
 def test_defaults_of_the_model_apply_to_chat_only(server: Running) -> None:
     """The fake model's generation config says top_k 7; nothing of it may be refused or leak into completions."""
     assert ask(server, CHAT, messages=[{"role": "user", "content": "SAY:a"}])["choices"][0]["finish_reason"] == "stop"
@@ -266,7 +293,15 @@ def test_hidden_states_of_a_choice_are_its_last_row(server: Running) -> None:
     assert "return_hidden_states" in server.post(COMPLETIONS, {"prompt": "a", "return_hidden_states": "first"}).text
 
 
+BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
+    ({"allOf": True, "type": "string"}, "allOf"), ({"anyOf": 3, "type": "integer"}, "anyOf"),
+    ({"oneOf": 1.5, "type": "integer"}, "oneOf"),
+    ({"type": "object", "properties": {"c": {}}, "required": [{"a": 1}]}, "required"),
+    ({"type": "object", "properties": {"c": {}}, "required": "c"}, "required"),
+]  # fmt: skip
 BAD_COMPLETIONS = [
+    *(({"prompt": "x", "json_schema": json.dumps(schema)}, word) for schema, word in BAD_SCHEMAS),
+    ({"prompt": "x", "logprobs": True}, "logprobs"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": []}, "prompt"),
     ({"prompt": "a", "logprobs": -1}, "logprobs"),
@@ -293,6 +328,13 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools"),
     ({"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}, "max_tokens"),
+    (
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        "chat_template",
+    ),
+    ({"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "user", "content": "x" * 10**6}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "x"}], "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}, "max_completion_tokens"),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": -1}, "top_logprobs"),
     ({"messages": [{"role": "user", "content": "x"}], "seed": 2**63}, "seed"),
