@@ -99,7 +99,7 @@ def check_tensors(config: ModelConfig, checkpoint: Checkpoint) -> None:
             raise CheckpointError(
                 f"{checkpoint.where}: tensor {name} has shape {list(found[name])}, expected {list(shape)}{vocab}"
             )
-    allowed = {"lm_head.weight"} if config.tied else set()  # some exporters write a tied head as well
+    allowed = {"lm_head.weight"} if config.tied else set()  # some exporters write a tied head as well: equal
     unexpected = [n for n in found if n not in expected and n not in allowed and not n.endswith(IGNORED_SUFFIXES)]
     if unexpected:
         raise CheckpointError(

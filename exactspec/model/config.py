@@ -106,7 +106,7 @@ def from_hf_config(hf_config: Any, context_length: int | None = None) -> ModelCo
         num_kv_heads=hf_config.num_key_value_heads,
         head_dim=head_dim,
         rms_eps=float(hf_config.rms_norm_eps),
-        activation=ACTIVATIONS[_activation(hf_config)],
+        activation=ACTIVATIONS[_activation(hf_config, architecture)],
         attention_scale=float(scale_base) ** -0.5,
         windows=tuple(hf_config.sliding_window if t == "sliding_attention" else None for t in layer_types),
         rope_index=tuple(kinds.index(t) if is_gemma else 0 for t in layer_types),
@@ -142,12 +142,11 @@ def architecture_of(hf_config: Any) -> str:
     return expected
 
 
-def _activation(hf_config: Any) -> str:
-    name = getattr(hf_config, "hidden_act", None) or getattr(hf_config, "hidden_activation", None)
+def _activation(hf_config: Any, architecture: str) -> str:
+    field = "hidden_activation" if architecture == "Gemma3ForCausalLM" else "hidden_act"  # each reads only its own
+    name = getattr(hf_config, field, None)
     if name not in ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"hidden_act {name!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}"
-        )
+        raise UnsupportedModelError(f"{field} {name!r} is not supported; supported: {', '.join(sorted(ACTIVATIONS))}")
     return str(name)
 
 
@@ -187,9 +186,13 @@ def _check_sizes(hf_config: Any) -> None:
 def _layer_types(hf_config: Any, architecture: str) -> list[str]:
     """ "full_attention" or "sliding_attention" for each layer."""
     num_layers = hf_config.num_hidden_layers
+    if architecture == "LlamaForCausalLM":
+        return ["full_attention"] * num_layers  # whatever layer_types says: transformers' Llama never reads it
     if architecture == "MistralForCausalLM":
-        kind = "full_attention" if hf_config.sliding_window is None else "sliding_attention"
-        return [kind] * num_layers
+        if hf_config.sliding_window is None:
+            return ["full_attention"] * num_layers
+        _check_window(hf_config)
+        return ["sliding_attention"] * num_layers
     layer_types = list(getattr(hf_config, "layer_types", None) or ["full_attention"] * num_layers)
     if len(layer_types) != num_layers:
         raise CheckpointError(f"layer_types has {len(layer_types)} entries, expected num_hidden_layers = {num_layers}")
@@ -198,9 +201,17 @@ def _layer_types(hf_config: Any, architecture: str) -> list[str]:
         raise UnsupportedModelError(
             f"layer_types {sorted(unknown)} not supported; supported: full_attention, sliding_attention"
         )
-    if "sliding_attention" in layer_types and not hf_config.sliding_window:
-        raise CheckpointError("layer_types holds sliding_attention, but sliding_window is not set")
+    if "sliding_attention" in layer_types:
+        if not hf_config.sliding_window:
+            raise CheckpointError("layer_types holds sliding_attention, but sliding_window is not set")
+        _check_window(hf_config)
     return layer_types
+
+
+def _check_window(hf_config: Any) -> None:
+    window = hf_config.sliding_window
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise CheckpointError(f"sliding_window: must be an integer >= 1 or null, got {window!r}")
 
 
 def _max_context(hf_config: Any, kinds: list[Any]) -> int:

@@ -6,6 +6,7 @@ array object per string. Dequantisation is the gguf library's.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from exactspec.errors import CheckpointError
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
+_MOST_NESTED = 8  # arrays in arrays; known keys have none
 _UINT64 = struct.Struct("<Q")
 
 
@@ -48,7 +50,7 @@ class GGUFFile:
         self._at = 0
         try:
             self.metadata, self.tensors = self._read_header(size)
-        except (struct.error, IndexError, UnicodeDecodeError) as error:
+        except (struct.error, IndexError, UnicodeDecodeError, OverflowError, MemoryError) as error:
             raise CheckpointError(
                 f"{path}: the GGUF header is damaged or cut off at byte {self._at}: {error}"
             ) from error
@@ -66,6 +68,8 @@ class GGUFFile:
             metadata[key] = self._value(self._take("I"))
         entries = [self._tensor_entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{self.path}: general.alignment: must be an integer >= 1, got {alignment!r:.80}")
         data_start = -(-self._at // alignment) * alignment
         infos = [
             self._tensor_info(name, shape, kind, data_start + offset, size) for name, shape, kind, offset in entries
@@ -85,20 +89,22 @@ class GGUFFile:
         self._at = start + length
         return self._data[start : self._at].decode("utf-8")
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
             return self._take(_SCALARS[kind])
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
             raise IndexError(f"unknown metadata type {kind}")
+        if depth >= _MOST_NESTED:
+            raise IndexError(f"arrays nested more than {_MOST_NESTED} deep")
         element, count = self._take("I"), self._take("Q")
         if element in _SCALARS:
             code = f"<{count}{_SCALARS[element]}"
             values = list(struct.unpack_from(code, self._data, self._at))
             self._at += struct.calcsize(code)
             return values
-        return [self._value(element) for _ in range(count)]
+        return [self._value(element, depth + 1) for _ in range(count)]
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()
@@ -113,7 +119,7 @@ class GGUFFile:
             block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{self.path}: tensor {name} has the unknown GGML type {kind}") from error
-        elements = int(np.prod(shape, dtype=np.int64))
+        elements = math.prod(shape)  # of Python's integers: nothing wraps around
         if shape and shape[-1] % block:
             raise CheckpointError(f"{self.path}: tensor {name} has rows of {shape[-1]}, expected a multiple of {block}")
         num_bytes = elements // block * block_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,22 @@ _BLOCK_NORMS_GEMMA = {
 }
 _SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _ROPE_FACTORS = "rope_freqs.weight"
+# keys of "ARCHITECTURE." that are read below ...
+_READ_KEYS = {
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon",
+    "block_count", "context_length", "embedding_length", "feed_forward_length", "rope.freq_base", "rope.scale_linear",
+    "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.type",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
+_READ_KEYS_OF = {
+    "gemma3": {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
+    "mistral": {"attention.sliding_window"},
+}
+# ... and that say nothing about the logits of these architectures
+_IDLE_KEYS = {
+    "attention.layer_norm_epsilon", "expert_used_count", "pooling_type", "rope.scaling.finetuned",
+    "tensor_data_layout", "vocab_size",
+}  # fmt: skip
 
 
 class GGUFTensors:
@@ -44,6 +61,9 @@ class GGUFTensors:
     def __init__(self, files: list[GGUFFile]) -> None:
         self.metadata = files[0].metadata
         self.architecture = self.metadata.get("general.architecture", "")
+        if not isinstance(self.architecture, str):
+            where = f"{files[0].path}: metadata general.architecture"
+            raise CheckpointError(f"{where}: must be a string, got {self.architecture!r:.80}")
         self._where: dict[str, tuple[GGUFFile, str]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.rope_factors: tuple[float, ...] = ()
@@ -184,7 +204,59 @@ def _hf_config(path: Path, tensors: GGUFTensors) -> Any:
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
     }
     fields |= _family_fields(architecture, metadata, tensors, fields)
+    _refuse_keys(path, architecture, metadata, fields)
     return CONFIG_MAPPING[MODEL_TYPES[architecture]](**fields)
+
+
+def _refuse_keys(path: Path, architecture: str, metadata: dict[str, Any], fields: dict[str, Any]) -> None:
+    """Raises UnsupportedModelError for a key that nothing here reads, unless its value changes no number."""
+    known = _READ_KEYS | _READ_KEYS_OF.get(architecture, set()) | _IDLE_KEYS
+    neutral = _neutral_values(metadata.get(f"{architecture}.rope.scaling.type"), fields)
+    for full_key, value in metadata.items():
+        key = full_key.removeprefix(f"{architecture}.")
+        if key == full_key or key in known:
+            continue
+        number = value if isinstance(value, int | float) else math.nan
+        if key == "attention.sliding_window" and number >= fields["max_position_embeddings"]:
+            continue  # it hides nothing
+        if key == "rope.scaling.yarn_ext_factor" and number < 0:
+            continue  # llama.cpp's "not set"
+        if not any(_same(value, same) for same in neutral.get(key, (0,))):
+            raise UnsupportedModelError(f"{path}: metadata {full_key}={value!r:.80} is not supported")
+
+
+def _neutral_values(rope_kind: Any, fields: dict[str, Any]) -> dict[str, tuple[float, ...]]:
+    """Values of keys that mean what is done anyway; of any other key 0 (off) does.
+
+    llama.cpp multiplies its attention factors with yarn's own, while converters copy transformers'
+    attention_factor (which replaces it) into them: only 1 means the same to all.
+    """
+    head_dim = fields["head_dim"]
+    same_as_head = ("attention.value_length", "attention.key_length_swa", "attention.value_length_swa")
+    rotated = ("rope.dimension_count", "rope.dimension_count_swa")
+    return dict.fromkeys((*same_as_head, *rotated), (head_dim,)) | {
+        "attention.causal": (1,),
+        "attention.scale": (0, float(fields.get("query_pre_attn_scalar", head_dim)) ** -0.5),
+        "logit_scale": (0, 1),
+        "rope.scaling.attn_factor": (1,),
+        "rope.scaling.yarn_attn_factor": (1,),
+        "rope.scaling.yarn_ext_factor": (1,) if rope_kind == "yarn" else (0,),
+    }
+
+
+def _same(value: Any, neutral: float) -> bool:
+    return isinstance(value, int | float) and math.isclose(value, neutral, rel_tol=1e-6)  # values are float32
+
+
+def _layer_types(pattern: Any, num_layers: int) -> list[str]:
+    """llama.cpp's pattern: every n-th layer is global (0: none), or for each layer whether it is local."""
+    if isinstance(pattern, list):
+        local = [bool(entry) for entry in pattern]
+    elif isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:
+        local = [pattern == 0 or (i + 1) % pattern != 0 for i in range(num_layers)]
+    else:
+        raise CheckpointError(f"gemma3.attention.sliding_window_pattern: must be an integer >= 0, got {pattern!r}")
+    return ["sliding_attention" if entry else "full_attention" for entry in local]
 
 
 def _family_fields(
@@ -194,7 +266,7 @@ def _family_fields(
     bias = "model.layers.0.self_attn.q_proj.bias" in tensors.shapes
     window = metadata.get(f"{architecture}.attention.sliding_window")
     if architecture == "gemma3":
-        # llama.cpp keeps these out of the file: the local base, the pattern of six and the 27B model's query scale
+        # most files leave these out: the local base and the pattern of six; and all of them the 27B's query scale
         local = metadata.get("gemma3.rope.freq_base_swa", 10_000.0)
         is_27b = fields["num_hidden_layers"] == 62
         return {
@@ -203,12 +275,15 @@ def _family_fields(
                 "sliding_attention": {"rope_type": "default", "rope_theta": local},
             },
             "sliding_window": window,
+            "layer_types": _layer_types(
+                metadata.get("gemma3.attention.sliding_window_pattern", 6), fields["num_hidden_layers"]
+            ),
             "query_pre_attn_scalar": fields["hidden_size"] // fields["num_attention_heads"]
             if is_27b
             else fields["head_dim"],
         }
     if architecture == "mistral":
-        return {"rope_parameters": rope, "sliding_window": window}
+        return {"rope_parameters": rope, "sliding_window": window or None}
     if architecture == "llama":
         mlp_bias = "model.layers.0.mlp.gate_proj.bias" in tensors.shapes
         return {"rope_parameters": rope, "attention_bias": bias, "mlp_bias": mlp_bias}
@@ -219,14 +294,23 @@ def _rope_parameters(architecture: str, metadata: dict[str, Any]) -> dict[str, A
     def value(key: str, default: Any = None) -> Any:
         return metadata.get(f"{architecture}.rope.{key}", default)
 
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": value("freq_base", 10_000.0)}
-    kind = value("scaling.type", "none")
-    factor = value("scaling.factor", value("scale_linear", 1.0))
+    def positive(key: str, default: Any) -> Any:
+        number = value(key, default)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise CheckpointError(f"{architecture}.rope.{key}: must be a positive number, got {number!r:.80}")
+        return number
+
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": positive("freq_base", 10_000.0)}
+    kind = value("scaling.type", "linear")
+    factor_key = "scaling.factor" if value("scaling.factor") is not None else "scale_linear"
+    factor = positive(factor_key, 1.0) if value(factor_key) != 0 else 1.0  # 0 is "not set"
     if kind == "yarn":
-        rope |= {"rope_type": "yarn", "factor": factor}
-        rope |= {"original_max_position_embeddings": value("scaling.original_context_length")}
-    elif kind == "linear" or (kind == "none" and factor != 1.0):
-        rope |= {"rope_type": "linear", "factor": factor}
+        rope |= {"rope_type": "yarn", "factor": factor, "beta_fast": positive("scaling.yarn_beta_fast", 32.0)}
+        rope |= {"beta_slow": positive("scaling.yarn_beta_slow", 1.0)}
+        trained = metadata.get(f"{architecture}.context_length")
+        rope |= {"original_max_position_embeddings": positive("scaling.original_context_length", trained)}
+    elif kind == "linear":
+        rope |= {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
     elif kind != "none":
         raise UnsupportedModelError(f"{architecture}.rope.scaling.type {kind!r} is not supported")
     return rope

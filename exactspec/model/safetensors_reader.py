@@ -26,7 +26,8 @@ class SafetensorsFiles:
         self.dtypes: dict[str, str] = {}
         self._open: dict[Path, Any] = {}
         index = folder / "model.safetensors.index.json"
-        if index.is_file():
+        # where both are there transformers takes the single file, whatever the index names
+        if index.is_file() and not (folder / "model.safetensors").is_file():
             self._add_sharded(index)
         else:
             for file in _unsharded(folder):
@@ -94,6 +95,10 @@ def _unsharded(folder: Path) -> list[Path]:
 def open_folder(folder: Path) -> Checkpoint:
     """Reads config.json and the headers of the weights. Raises CheckpointError or UnsupportedModelError."""
     hf_config = read_hf_config(folder)
+    if (folder / "adapter_config.json").is_file():
+        raise UnsupportedModelError(
+            f"{folder}: adapter_config.json: adapters are not applied here; merge it into the weights, or remove it"
+        )
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     files = SafetensorsFiles(folder)
     return Checkpoint(
@@ -103,7 +108,8 @@ def open_folder(folder: Path) -> Checkpoint:
         read=files.read,
         float_dtype=files.float_dtype,
         make_tokenizer=lambda: load_hf_tokenizer(folder),
-        eos_ids=as_ids(getattr(hf_config, "eos_token_id", None)) | as_ids(generation.get("eos_token_id")),
+        # the file's own field: the config object has a default of its class where nobody wrote one
+        eos_ids=as_ids(read_json(folder / "config.json").get("eos_token_id")) | as_ids(generation.get("eos_token_id")),
         generation=generation,
     )
 
@@ -120,9 +126,16 @@ def read_hf_config(folder: Path) -> Any:
             f"{folder}: architecture {named or raw.get('model_type')} is not supported; supported: {SUPPORTED}"
         )
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' checks of a faulty config raise many kinds
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    if hf_config.model_type != raw["model_type"]:
+        why = " because of its layer_types" if "layer_types" in raw else ""
+        raise UnsupportedModelError(
+            f"{folder / 'config.json'}: transformers reads this {raw['model_type']} config as "
+            f"{hf_config.model_type!r}{why}, which is not supported; supported: {SUPPORTED}"
+        )
+    return hf_config
 
 
 def load_hf_tokenizer(folder: Path) -> Any:

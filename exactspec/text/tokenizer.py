@@ -26,7 +26,8 @@ class Tokenizer:
         self.hf = hf
         own = () if hf.eos_token_id is None else (hf.eos_token_id,)
         self.eos_ids: frozenset[int] = frozenset((*own, *eos_ids))
-        self.vocab_size: int = len(hf)
+        # not the number of tokens: a vocabulary may have holes below its largest id
+        self.vocab_size: int = 1 + max(hf.get_vocab().values(), default=-1)
         self.bos_id: int | None = hf.bos_token_id
         self._special = {i for i, token in hf.added_tokens_decoder.items() if token.special} | set(hf.all_special_ids)
         self._added = {i: token.content for i, token in hf.added_tokens_decoder.items()}

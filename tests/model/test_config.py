@@ -91,3 +91,26 @@ def test_longrope_is_refused_by_name():
 def test_heads_that_do_not_divide():
     with pytest.raises(CheckpointError, match="num_key_value_heads 3 does not divide num_attention_heads 4"):
         config(num_key_value_heads=3)
+
+
+def test_llama_has_no_windows_whatever_its_layer_types_say():
+    assert config("llama", layer_types=["sliding_attention"] * 3, sliding_window=5).windows == (None, None, None)
+
+
+def test_each_family_reads_its_own_field_of_the_activation():
+    changes = {"num_hidden_layers": 3, "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}
+    assert config("gemma3_text", hidden_activation="silu", **changes).activation == "silu"
+    assert config("llama", hidden_act="silu", hidden_activation="gelu_pytorch_tanh").activation == "silu"
+    with pytest.raises(UnsupportedModelError, match="hidden_activation 'relu'"):
+        config("gemma3_text", hidden_activation="relu", **changes)
+
+
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_window_that_holds_nothing(window):
+    with pytest.raises(CheckpointError, match=rf"sliding_window: must be an integer >= 1 or null, got {window}"):
+        config("mistral", sliding_window=window)
+
+
+def test_a_negative_window_of_some_layers():
+    with pytest.raises(CheckpointError, match="sliding_window: must be an integer >= 1 or null, got -2"):
+        config("qwen3", use_sliding_window=True, sliding_window=-2, max_window_layers=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import gguf
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tiny_checkpoints import ROPES, hf_logits, hf_model, load
 
 from exactspec.errors import CheckpointError, UnsupportedModelError
 from exactspec.model.gguf_file import GGUFFile
-from exactspec.model.loader import load_target
+from exactspec.model.loader import load_config, load_target
 
 TOKENS = [(i * 89 + i * i) % 256 for i in range(60)]
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 263}
@@ -200,3 +202,153 @@ def test_the_transformers_peer_of_a_bench_has_the_weights_of_the_file(family, tm
     assert (hf_logits(theirs, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
     run = TransformersContender("transformers", theirs, 1, {}).run([TOKENS, TOKENS[:7]], 5, 0.0, 0)
     assert run.num_tokens == 2 * 4
+
+
+GEMMA = FAMILIES["gemma3"][1]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "local"),
+    [
+        (lambda w: w.add_sliding_window_pattern(2), [True, False, True, False, True, False, True]),
+        (lambda w: w.add_sliding_window_pattern([False, *[True] * 6]), [False, *[True] * 6]),
+    ],
+)
+def test_the_pattern_of_local_layers_is_that_of_the_file(pattern, local, tmp_path):
+    kinds = ["sliding_attention" if is_local else "full_attention" for is_local in local]
+    model = hf_model("gemma3_text", **SIZES, **GEMMA, layer_types=kinds)
+    target = load(write_gguf(model, tmp_path / "m.gguf", "gemma3", extra=pattern))
+    expected = hf_logits(model, TOKENS)
+    assert (full_logits(target, TOKENS) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_yarn_has_the_betas_of_the_file(tmp_path):
+    rope = ROPES["yarn"] | {"original_max_position_embeddings": 1024, "beta_fast": 4.0, "beta_slow": 2.0}
+    model = hf_model("llama", **SIZES, rope_parameters=rope)
+
+    def betas(writer):
+        writer.add_rope_scaling_yarn_beta_fast(4.0)
+        writer.add_rope_scaling_yarn_beta_slow(2.0)
+        writer.add_float32("llama.rope.scaling.yarn_ext_factor", 1.0)
+        writer.add_float32("llama.rope.scaling.yarn_attn_factor", 1.0)
+
+    expected = hf_logits(model, TOKENS)
+    found = full_logits(load(write_gguf(model, tmp_path / "m.gguf", extra=betas)), TOKENS)
+    plain = full_logits(load(write_gguf(model, tmp_path / "n.gguf")), TOKENS)
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (plain - expected).abs().max() > 1e-3 * expected.abs().max()  # they matter
+
+
+def test_a_scaling_of_kind_none_scales_nothing(tmp_path):
+    model = hf_model("llama", **SIZES)
+
+    def unused(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(4.0)
+
+    assert load_config(str(write_gguf(model, tmp_path / "m.gguf", extra=unused))).rope_type == "default"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("final_logit_softcapping", 30.0),
+        ("attn_logit_softcapping", 50.0),
+        ("attention.scale", 0.5),
+        ("attention.causal", False),
+        ("attention.clamp_kqv", 8.0),
+        ("logit_scale", 0.5),
+        ("rope.dimension_count", 8),
+        ("rope.scaling.attn_factor", 2.0),
+        ("rope.scaling.yarn_attn_factor", 1.2),
+        ("rope.scaling.yarn_ext_factor", 0.5),
+        ("rope.scaling.yarn_log_multiplier", 0.1),
+        ("something.new", 1),
+        ("something.new", "x"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_key_that_would_change_the_numbers_is_refused(family, key, value, tmp_path):
+    model_type, changes = FAMILIES[family]
+    model = hf_model(model_type, **SIZES, **changes)
+    path = write_gguf(model, tmp_path / "m.gguf", family, extra=lambda w: add(w, f"{family}.{key}", value))
+    with pytest.raises(UnsupportedModelError, match=rf"metadata {family}\.{key}=.* is not supported"):
+        load_config(str(path))
+
+
+def test_a_window_of_a_family_that_has_none_is_refused_where_it_hides_something(tmp_path):
+    path = write_gguf(hf_model("llama", **SIZES), tmp_path / "m.gguf", extra=lambda w: w.add_sliding_window(8))
+    with pytest.raises(UnsupportedModelError, match=r"metadata llama\.attention\.sliding_window=8 is not supported"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.scale", 0.25),
+        ("attention.causal", True),
+        ("attention.sliding_window", 160),
+        ("attention.clamp_kqv", 0.0),
+        ("logit_scale", 1.0),
+        ("final_logit_softcapping", 0.0),
+        ("rope.dimension_count", 16),
+        ("rope.scaling.attn_factor", 1.0),
+        ("rope.scaling.yarn_ext_factor", -1.0),
+        ("rope.scaling.finetuned", True),
+        ("expert_count", 0),
+        ("vocab_size", 263),
+        ("pooling_type", 3),
+        ("tensor_data_layout", "Meta AI original pth"),
+    ],
+)
+def test_a_key_that_says_what_is_done_anyway_is_not(key, value, tmp_path):
+    model = hf_model("llama", **SIZES)
+    plain = load_config(str(write_gguf(model, tmp_path / "m.gguf")))
+    path = write_gguf(model, tmp_path / "n.gguf", extra=lambda w: add(w, f"llama.{key}", value))
+    assert load_config(str(path)) == plain
+
+
+def add(writer, key, value):
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds[type(value)](key, value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.scaling.factor", "x"),
+        ("rope.freq_base", -1.0),
+        ("rope.scaling.yarn_beta_fast", 0.0),
+    ],
+)
+def test_faulty_numbers_of_the_rope(key, value, tmp_path):
+    def extra(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.kv_data[0].pop(f"llama.{key}", None)
+        add(writer, f"llama.{key}", value)
+
+    path = write_gguf(hf_model("llama", **SIZES), tmp_path / "m.gguf", extra=extra)
+    with pytest.raises(CheckpointError, match=rf"llama\.{key}: must be a positive number, got"):
+        load_config(str(path))
+
+
+def header(key, kind, value):
+    """A file of one metadata field and no tensor."""
+    field = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field + bytes(64)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header("general.alignment", 4, struct.pack("<I", 0)), "general.alignment: must be an integer >= 1, got 0"),
+        (header("general.alignment", 8, struct.pack("<Q", 1) + b"x"), "general.alignment: must be .* got 'x'"),
+        (header("x", 9, struct.pack("<IQ", 9, 1) * 3000), "arrays nested more than 8 deep"),
+        (header("x", 9, struct.pack("<IQ", 4, 2**61)), "damaged or cut off"),
+        (header("general.architecture", 4, struct.pack("<I", 7)), "general.architecture: must be a string, got 7"),
+    ],
+)
+def test_faulty_headers(content, message, tmp_path):
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path / "m.gguf")

@@ -97,3 +97,9 @@ def test_a_path_that_is_not_there_is_not_looked_for_in_the_hub(monkeypatch, name
     monkeypatch.setattr(hub, "fetch_hub", lambda model: pytest.fail(f"{model} asked of the hub"))
     with pytest.raises(CheckpointError, match="no folder or file here"):
         resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-this-name/x", "a\0b", "x" * 5000])
+def test_a_path_that_cannot_be_one(name):
+    with pytest.raises(CheckpointError, match="no folder or file here"):
+        resolve_model(name)

@@ -223,3 +223,66 @@ def test_names_that_are_no_model(tmp_path):
 
 def test_logits_are_those_of_the_saved_model(folder):
     assert (full_logits(load(folder), TOKENS) - hf_logits(hf_model("llama"), TOKENS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16"])
+def test_a_head_that_differs_from_the_embedding_is_served_though_the_config_says_tied(tmp_path, dtype):
+    model = hf_model("llama")
+    edit_config(save(model, tmp_path), tie_word_embeddings=True)
+    loaded = load_target(str(tmp_path), dtype=dtype)
+    assert not loaded.config.tied
+    assert torch.equal(loaded.weights.lm_head, model.lm_head.weight.to(loaded.dtype))
+    if dtype == "auto":
+        assert (full_logits(load(tmp_path), TOKENS) - hf_logits(model, TOKENS)).abs().max() < 1e-4
+
+
+def test_a_written_head_that_is_the_embedding_stays_one_tensor(tmp_path):
+    folder = save(hf_model("llama", tie_word_embeddings=True), tmp_path)
+    edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    loaded = load_target(str(folder))
+    assert loaded.config.tied
+    assert loaded.weights.lm_head is loaded.weights.embed
+
+
+def test_a_single_file_comes_before_an_index(tmp_path):
+    """As in transformers: a folder may hold both."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save(hf_model("llama", seed=0), tmp_path / "shards", max_shard_size="40KB")
+    single = save(hf_model("llama", seed=1), tmp_path / "single") / "model.safetensors"
+    (folder / "model.safetensors").write_bytes(single.read_bytes())
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).lm_head.weight
+    assert torch.equal(load_target(str(folder)).weights.lm_head, theirs)
+
+
+def test_no_end_token_that_nobody_wrote(folder):
+    """LlamaConfig has one of its own: 2."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert load_target(str(folder)).eos_ids == load_tokenizer(str(folder)).eos_ids == {258}
+    edit_config(folder, eos_token_id=None)
+    assert load_target(str(folder)).eos_ids == {258}
+
+
+def test_an_adapter_is_not_left_out_in_silence(folder):
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(UnsupportedModelError, match=r"adapter_config.json: adapters are not applied here"):
+        load(folder)
+
+
+def test_mistral_with_layer_types_is_another_architecture(tmp_path):
+    folder = save(hf_model("mistral", sliding_window=7), tmp_path)
+    edit_config(folder, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+    says = r"reads this mistral config as 'ministral' because of its layer_types, which is not supported; supported: Ll"
+    with pytest.raises(UnsupportedModelError, match=says):
+        load(folder)
+
+
+def test_a_base_vocabulary_with_a_hole_may_reach_past_the_embedding(folder):
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["A"] = 300
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"tokenizer has 301 ids, model.embed_tokens.weight only 262 rows"):
+        load(folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from fakes import EOS_ID, byte_tokenizer
 from hypothesis import given
@@ -132,3 +134,19 @@ def test_a_slow_tokenizer_is_refused():
 
     with pytest.raises(CheckpointError, match="not a fast one"):
         Tokenizer(Slow())
+
+
+def test_a_hole_in_the_ids_hides_no_token():
+    """The number of tokens is no bound of their ids."""
+    from tokenizers import Tokenizer as RustTokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    state = json.loads(BYTES.hf.backend_tokenizer.to_str())
+    state["model"]["vocab"]["b"] = 300
+    hf = PreTrainedTokenizerFast(tokenizer_object=RustTokenizer.from_str(json.dumps(state)), eos_token="<eos>")
+    hole = BYTES.encode("b")[0]
+    holed = Tokenizer(hf)
+    ids = holed.encode("abc")
+    assert (ids[1], holed.vocab_size, len(holed.all_token_bytes)) == (300, 301, 301)
+    assert (holed.decode(ids), holed.token_bytes(300)) == ("abc", b"b")
+    assert (holed.token_bytes(hole), holed.decode([hole])) == (b"", "")
