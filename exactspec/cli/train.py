@@ -52,12 +52,15 @@ def train(
 
 
 def read_setting(value: str) -> Any:
-    """A number, true, false, or text; several of them with commas between, each of which may be numbers with colons
-    between (shares and temperatures)."""
-    if "," in value:
-        return tuple(read_setting(part) for part in value.split(",") if part)
+    """A number, true, false, or text; several of them with commas between. Numbers with colons between (shares and
+    temperatures) are a list of such, be it of one."""
+    parts = [_read_part(part) for part in value.split(",") if part]
+    return tuple(parts) if "," in value or (len(parts) == 1 and isinstance(parts[0], tuple)) else _read_part(value)
+
+
+def _read_part(value: str) -> Any:
     if ":" in value:
-        numbers = tuple(read_setting(part) for part in value.split(":"))
+        numbers = tuple(_read_part(part) for part in value.split(":"))
         return value if any(isinstance(number, str) for number in numbers) else numbers
     if value in ("true", "false"):
         return value == "true"

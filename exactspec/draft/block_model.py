@@ -226,13 +226,14 @@ def draft_rope(config: BlockDraftConfig) -> RopeSpec:
 def _scaled_rope(config: BlockDraftConfig, scaling: dict[str, Any]) -> RopeSpec:
     from transformers import LlamaConfig
 
+    kind = scaling.get("rope_type", scaling.get("type", "default"))  # the older spelling
     return rope_spec(
         LlamaConfig(
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_heads,
             head_dim=config.head_dim,
             max_position_embeddings=config.max_positions or 2048,
-            rope_parameters={"rope_type": "default", **scaling, "rope_theta": config.rope_theta},
+            rope_parameters={**scaling, "rope_type": kind, "rope_theta": config.rope_theta},
         )
     )
 

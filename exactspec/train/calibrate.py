@@ -230,9 +230,14 @@ def own_turns(llm: LLM, count: int, seed: int) -> list[str]:
     """User turns for calibration: half written by the target, half from templates, all from a seed of their own."""
     from_templates = template_prompts(count // 2, _PROMPT_SEED + seed)
     prompts, starts = openings(llm.tokenizer, count - len(from_templates), _PROMPT_SEED + seed)
+    context = llm.engine.target.config.context_length
+    fitting = [number for number, prompt in enumerate(prompts) if len(prompt) < context]
+    prompts, starts = [prompts[number] for number in fitting], [starts[number] for number in fitting]
     params = [
-        SamplingParams(max_new_tokens=120, temperature=1.0, min_p=0.04, seed=_PROMPT_SEED + seed + i)
-        for i in range(len(prompts))
+        SamplingParams(
+            max_new_tokens=min(120, context - len(prompt)), temperature=1.0, min_p=0.04, seed=_PROMPT_SEED + seed + i
+        )
+        for i, prompt in enumerate(prompts)
     ]
     written = llm.generate(prompts, params)
     texts = decode_all(llm.tokenizer, [answer.token_ids for answer in written])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exactspec.draft.checkpoint import TargetFacts, check_fit
 from exactspec.draft.config import read_draft_config
 from exactspec.draft.vocabulary import frequent_tokens, write_draft_vocab
 from exactspec.engine.llm import LLM
@@ -51,12 +52,17 @@ def shorten_vocabulary(
         raise ConfigError(f"num_tokens: must be at least 1, got {num_tokens}")
     turns = read_prompt_file(prompts) if prompts else None
     llm = LLM(target, device=device, max_running_requests=RUNNING, prefix_cache=False)
+    served = llm.engine.target
+    facts_of_target = TargetFacts(
+        served.config.hidden_size, served.config.num_layers, served.config.vocab_size, frozenset(served.eos_ids)
+    )
+    check_fit(read_draft_config(Path(draft)), facts_of_target, str(draft))
     groups: list[Tensor] = []
     began, counted = time.monotonic(), 0
     for counts in _answer_counts(llm, turns, max_new_tokens, vocab_size, seed):
         groups.append(counts)
         counted += int(counts.sum())
-        speed = counted / (time.monotonic() - began)
+        speed = max(counted, 1) / (time.monotonic() - began)
         left = max(0.0, (num_tokens - counted) / speed)
         log.info("counted %d of %d tokens, %.0f a second, %.1f min left", counted, num_tokens, speed, left / 60)
         if counted >= num_tokens:
@@ -73,6 +79,8 @@ def _answer_counts(
     rng, number = random.Random(seed), 0
     shares, temperatures = zip(*DataOptions().temperatures, strict=True)
     longest = llm.engine.target.config.context_length - max_new_tokens
+    if longest < 1:
+        raise ConfigError(f"max_new_tokens: {max_new_tokens} leaves no room for a prompt in the target's context")
     while turns is None or number * GROUP < len(turns):
         number += 1
         group = own_turns(llm, GROUP, seed + number) if turns is None else turns[(number - 1) * GROUP : number * GROUP]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,8 +105,10 @@ def build_shard(
     folder: Path,
     shard: int,
     num_shards: int,
+    origin: dict[str, Any] | None = None,
 ) -> None:
-    """Makes this shard's part of the data and writes it, unless it is there already. Shards differ by their seeds."""
+    """Makes this shard's part of the data and writes it, unless it is there already. Shards differ by their seeds.
+    `origin` is kept beside it (origin.py)."""
     if (folder / shard_name(shard, num_shards)).exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,6 +122,7 @@ def build_shard(
         "dropped": dict(maker.filter.dropped),
         "sha256": sequences.digest(),
         "seed": maker.seed,
+        "made_with": origin,
     }
     write_json(folder / f"sequences-{shard}-of-{num_shards}.json", facts)
     write_tensors(folder / shard_name(shard, num_shards), {name: getattr(sequences, name) for name in _FIELDS})
@@ -364,7 +368,16 @@ def split_heldout(count: int, share: float, seed: int) -> tuple[list[int], list[
     return sorted(order[held:]), sorted(order[:held])
 
 
-def describe(folder: Path, num_shards: int) -> list[dict[str, object]]:
-    """What the shards say about themselves, for provenance."""
-    paths = (folder / f"sequences-{shard}-of-{num_shards}.json" for shard in range(num_shards))
-    return [json.loads(path.read_text()) for path in paths if path.exists()]
+def describe(folder: Path, num_shards: int) -> list[dict[str, Any]]:
+    """What the shards say about themselves, {} where one says nothing. CheckpointError for a damaged file."""
+    said = []
+    for shard in range(num_shards):
+        path = folder / f"sequences-{shard}-of-{num_shards}.json"
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from None
+        if not isinstance(facts, dict):
+            raise CheckpointError(f"{path}: must hold a JSON object")
+        said.append(facts)
+    return said

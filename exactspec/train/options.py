@@ -60,7 +60,14 @@ def recipe_for(algorithm: str, **changes: object) -> Recipe:
     if algorithm not in RECIPES:
         raise ConfigError(f"algorithm: {algorithm!r} is not one of {', '.join(RECIPES)}")
     _check(Recipe, changes)
-    return replace(RECIPES[algorithm], **changes)  # type: ignore[arg-type]
+    recipe: Recipe = replace(RECIPES[algorithm], **changes)  # type: ignore[arg-type]
+    usual = RECIPES[algorithm]
+    if recipe.sample_from_anchor != usual.sample_from_anchor:
+        raise ConfigError(f"sample_from_anchor: {algorithm} and its published layout fix it")
+    for name in ("markov_rank", "confidence_head"):
+        if getattr(recipe, name) and not getattr(usual, name):
+            raise ConfigError(f"{name}: the published layout of {algorithm} has no place for it")
+    return recipe
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,7 @@ def make_options(target: str, algorithm: str, out: str | Path, **settings: Any) 
     for name in settings:
         if name not in known:
             raise ConfigError(f"{name!r} is not a setting; the settings are {', '.join(sorted(known))}")
+    _make_lists(settings)
     for name in _PATHS & settings.keys():
         settings[name] = None if settings[name] is None else Path(settings[name])
     data = {name: value for name, value in settings.items() if name in data_names}
@@ -139,6 +147,17 @@ def make_options(target: str, algorithm: str, out: str | Path, **settings: Any) 
         data=DataOptions(**data),
         **run,
     )
+
+
+def _make_lists(settings: dict[str, Any]) -> None:
+    """In place: one path or layer for a list of one; paths of files to exclude."""
+    excluded = settings.get("exclude")
+    if excluded is not None:
+        one = isinstance(excluded, str | Path)
+        settings["exclude"] = tuple(Path(path) for path in ((excluded,) if one else excluded))
+    layers = settings.get("target_layer_ids")
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        settings["target_layer_ids"] = (layers,)
 
 
 _PATHS = {"prompts", "data_folder", "init_from"}
@@ -174,5 +193,7 @@ def _check(owner: type, values: Mapping[str, Any]) -> None:
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         if not is_pair or not all(isinstance(x, int | float) and 0 <= x < math.inf for x in pair):
             raise ConfigError(f"temperatures: must be pairs share:temperature, as 0.6:1.0,0.4:0; got {pair!r}")
+    if "temperatures" in values and not sum(share for share, _ in values["temperatures"]) > 0:
+        raise ConfigError("temperatures: one share at least must be above 0")
     if values.get("heldout_share", 0.5) >= 1:
         raise ConfigError(f"heldout_share: must be below 1, got {values['heldout_share']}")

@@ -64,18 +64,19 @@ def frame_prompts(tokenizer: Tokenizer, turns: Sequence[str], seed: int) -> list
     for turn in turns:
         before, after = frames[_system(rng)]
         texts.append(before + turn + after)
-    return encode_all(tokenizer, texts)
+    return encode_all(tokenizer, texts, not tokenizer.has_chat_template)
 
 
 def _system(rng: random.Random) -> str | None:
     return None if rng.random() < DEFAULT_SYSTEM_SHARE else rng.choice(SYSTEM_PROMPTS)
 
 
-def encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Ids of texts that already hold their special tokens (batched: the tokenizer's threads help)."""
+def encode_all(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
+    """Ids of texts, batched: the tokenizer's threads help. A chat template has written the special tokens itself;
+    without one the tokenizer adds them, as it does to a prompt that is served."""
     ids: list[list[int]] = []
     for start in range(0, len(texts), 8192):
-        ids += tokenizer.hf(list(texts[start : start + 8192]), add_special_tokens=False)["input_ids"]
+        ids += tokenizer.hf(list(texts[start : start + 8192]), add_special_tokens=add_special_tokens)["input_ids"]
     return ids
 
 
@@ -92,7 +93,7 @@ def openings(tokenizer: Tokenizer, count: int, seed: int) -> tuple[list[list[int
     frames = {system: frame.around(system)[0] for system in (None, *SYSTEM_PROMPTS)}
     starts = [rng.choice(STARTS) for _ in range(count)]
     texts = [frames[_system(rng)] + start for start in starts]
-    ids = encode_all(tokenizer, texts)
+    ids = encode_all(tokenizer, texts, not tokenizer.has_chat_template)
     fallback = tokenizer.bos_id if tokenizer.bos_id is not None else min(tokenizer.eos_ids, default=0)
     return [sequence or [fallback] for sequence in ids], starts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
@@ -19,15 +20,18 @@ from torch import Tensor
 
 import exactspec
 from exactspec.draft.block_model import BlockModel
+from exactspec.draft.calibration import CALIBRATION_FILE
 from exactspec.draft.checkpoint import TargetFacts, check_fit, load_block_model, save_block_model
+from exactspec.draft.compact import WEIGHTS_FILE
 from exactspec.draft.config import parse_draft_config
-from exactspec.draft.vocabulary import frequent_tokens, write_draft_vocab
+from exactspec.draft.vocabulary import VOCAB_FILE, frequent_tokens, write_draft_vocab
 from exactspec.errors import ConfigError, DeviceError
 from exactspec.model.weights import LoadedTarget
 from exactspec.train.data import build_shard, describe, load_shards, split_heldout, with_anchors
 from exactspec.train.frozen import FrozenTarget
 from exactspec.train.new_draft import draft_config, new_block_model
 from exactspec.train.options import TrainOptions
+from exactspec.train.origin import check_origin, origin_of, target_fingerprint
 from exactspec.train.ranks import Ranks, join_ranks
 from exactspec.train.saving import write_json
 from exactspec.train.trainer import Report, Trainer
@@ -48,6 +52,8 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
         from exactspec.model.loader import load_target
 
         loaded = load_target(options.target, device="cpu")
+    fingerprint = target_fingerprint(loaded)
+    origin = origin_of(options.data, fingerprint)
     target = FrozenTarget(loaded, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     config = draft_config(loaded, options.recipe, options.mask_token_id)
     _check_config(config, loaded)
@@ -58,8 +64,11 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     num_shards = complete_shards(options.data_path)
     if not num_shards:
         num_shards = ranks.world_size
-        build_shard(loaded, target, options.data, options.seed, options.data_path, ranks.rank, num_shards)
+        shard = (options.data_path, ranks.rank, num_shards)
+        build_shard(loaded, target, options.data, options.seed, *shard, origin)
     ranks.barrier()
+    shards = describe(options.data_path, num_shards)
+    check_origin(options.data_path, shards, origin)
     sequences = load_shards(options.data_path, num_shards)
     data_hash = sequences.digest()
     if len(sequences) and int(sequences.tokens.max()) >= loaded.config.vocab_size:
@@ -72,7 +81,7 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     model = new_block_model(config, loaded.weights.embed, options.seed)
     if options.init_from is not None:
         start_from(model, options.init_from, loaded)
-    facts = run_facts(options, config, data_hash, ranks)
+    facts = run_facts(options, config, data_hash, ranks, fingerprint)
     trainer = Trainer(
         options,
         target,
@@ -86,7 +95,7 @@ def train(options: TrainOptions, loaded: LoadedTarget | None = None, report: Rep
     log.info("training on %d sequences, %d answer tokens", len(training), sequences.num_answer_tokens)
     metrics = trainer.run()
     if ranks.is_first:
-        _publish(options, trainer, config, facts, describe(options.data_path, num_shards), metrics)
+        _publish(options, trainer, config, facts, shards, metrics)
         if options.draft_vocab_size:
             counts = sequences.answer_counts(loaded.config.vocab_size)
             write_draft_vocab(options.out, frequent_tokens(counts, options.draft_vocab_size))
@@ -115,6 +124,12 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+_SAME_FOR_BOTH = (
+    "target_layer_ids", "mask_token_id", "block_size", "sample_from_anchor", "rope_theta", "rope_scaling", "rms_eps",
+    "activation",
+)  # fmt: skip
+
+
 def start_from(model: BlockModel, folder: Path, loaded: LoadedTarget) -> None:
     """Takes over the weights of another draft. It may have fewer layers: the last ones then begin as layers that add
     nothing. Raises CheckpointError where it was made for another target, ConfigError where its shape is another."""
@@ -128,7 +143,7 @@ def start_from(model: BlockModel, folder: Path, loaded: LoadedTarget) -> None:
             raise ConfigError(
                 f"init_from: {folder}: tensor {name} is {theirs.get(name)}, this run needs {ours.get(name)}"
             )
-    for key in ("target_layer_ids", "mask_token_id", "block_size", "sample_from_anchor"):
+    for key in _SAME_FOR_BOTH:
         if getattr(other.config, key) != getattr(model.config, key):
             raise ConfigError(
                 f"init_from: {folder}: {key} is {getattr(other.config, key)!r}, this run has "
@@ -162,13 +177,17 @@ def _check_config(config: dict[str, Any], loaded: LoadedTarget) -> None:
     check_fit(parse_draft_config(config, where), _target_facts(loaded), where)
 
 
-def run_facts(options: TrainOptions, config: dict[str, Any], data_hash: str, ranks: Ranks) -> dict[str, Any]:
-    """What decides the result of a run; a resume needs it unchanged."""
+def run_facts(
+    options: TrainOptions, config: dict[str, Any], data_hash: str, ranks: Ranks, fingerprint: str
+) -> dict[str, Any]:
+    """What decides the result of a run; a resume needs it unchanged. The time limit may change: so much is wanted."""
     return {
         "recipe": json.loads(json.dumps(dataclasses.asdict(options.recipe))),
         "config": json.loads(json.dumps(config)),
         "seed": options.seed,
         "data_sha256": data_hash,
+        "heldout_share": options.data.heldout_share,
+        "target_sha256": fingerprint,
         "world_size": ranks.world_size,
         "init_from": str(options.init_from) if options.init_from else None,
     }
@@ -184,7 +203,11 @@ def _publish(
 ) -> None:
     """The served checkpoint, its provenance and the plot."""
     try:
+        before = _content(options.out / WEIGHTS_FILE)
         save_block_model(trainer.model, options.out, config, torch.bfloat16)
+        if _content(options.out / WEIGHTS_FILE) != before:  # what was measured of other weights is not true of these
+            for name in (CALIBRATION_FILE, VOCAB_FILE):
+                (options.out / name).unlink(missing_ok=True)
     except ConfigError as error:
         raise ConfigError(f"{error}; so is the training state: the same command goes on from it") from error
     write_json(
@@ -210,6 +233,10 @@ def _publish(
     from exactspec.train.plot import plot_metrics
 
     plot_metrics(options.out / "metrics.jsonl", options.out / "training.png")
+
+
+def _content(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
 def _commit() -> str:
